@@ -1,0 +1,275 @@
+"""Mask-based priors and their query-key rivals, for any Transformer that fits on a page.
+
+    Attention(X) = softmax( X W_Q (X W_K)^T / sqrt(d) + log sigmoid(M) ) X W_V
+
+M is a finite, learnable matrix, one per layer, [N, N] (shared by the heads) or [H, N, N]. Row i is the query token,
+column j the key token. Large positive M[i, j]: free to attend (bias -> 0). Large negative: suppressed (bias -> M).
+
+Shape letters: B batch, N tokens, H heads, D width, d = D / H head width, L layers.
+Order of the file: mask, attention, block, model, priors (the arms), what is measured of them.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+# ---------------------------------------------------------------------------------------------------------------- mask
+
+def mask_bias(M, allowed=None):
+    """Additive attention bias log sigmoid(M), -inf where `allowed` (bool, [N, N]) is False. Same shape and type as M.
+
+    logsigmoid, never log(sigmoid(M)): that is -inf with a NaN gradient from M = -18 in fp16 and M = -90 in fp32.
+    """
+    bias = F.logsigmoid(M)
+    return bias if allowed is None else bias.masked_fill(~allowed, -math.inf)
+
+
+def attention_weights(q, k, bias=None):
+    """softmax(q k^T / sqrt(d) + bias), [B, H, Nq, N], for q [B, H, Nq, d], k [B, H, N, d] and a bias broadcastable to it.
+
+    The bias is cast to the logits' type, so M may stay fp32 under autocast.
+    """
+    logits = q @ k.mT / math.sqrt(q.shape[-1])
+    return (logits if bias is None else logits + bias.to(logits.dtype)).softmax(-1)
+
+
+def attend(q, k, v, bias=None, sdpa=False):
+    """attention_weights(q, k, bias) v, [B, H, Nq, d], for v [B, H, N, d].
+
+    The explicit softmax is the reference, and on CPUs the faster path for a bias that needs a gradient; `sdpa` takes
+    torch's fused kernel, for GPUs.
+    """
+    if sdpa:                                 # its kernels want the bias in q's type and with all four dimensions
+        bias = None if bias is None else bias.to(q.dtype).expand(*q.shape[:2], -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return attention_weights(q, k, bias).to(v.dtype) @ v
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+class Attention(nn.Module):
+    """Multi-head attention over at most N tokens, with room for a mask: `M` is None until `init_mask` sets it.
+
+    Separate projections without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
+    """
+
+    def __init__(self, D, H, allowed=None, sdpa=False):
+        super().__init__()
+        if D % H:
+            raise ValueError(f'the width {D} is not a multiple of the {H} heads')
+        if allowed is not None and not allowed.any(-1).all():
+            raise ValueError(f'query token {int((~allowed.any(-1)).nonzero()[0])} has no open key: '
+                             'its softmax would be NaN')
+        self.H, self.sdpa, self.M = H, sdpa, None
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in 'qkv')
+        self.proj = nn.Linear(D, D)
+        self.register_buffer('allowed', allowed, persistent=False)
+
+    def split(self, x):
+        return x.unflatten(-1, (self.H, -1)).transpose(1, 2)                       # [B, N, D] -> [B, H, N, d]
+
+    def bias(self, rows, N):
+        """The bias of the query tokens in the slice `rows`, [rows, N] or [H, rows, N], or None where there is none."""
+        queries = range(N)[rows]
+        rows = slice(queries.start, queries.stop)                  # N may be less than the mask is made for
+        allowed = None if self.allowed is None else self.allowed[rows, :N]
+        if self.M is not None:
+            return mask_bias(self.M[..., rows, :N], allowed)
+        if allowed is not None:
+            return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, -math.inf)
+
+    def weights(self, x):
+        """x [B, N, D] -> the attention [B, H, N, N]."""
+        return attention_weights(self.split(self.q(x)), self.split(self.k(x)), self.bias(slice(None), x.shape[1]))
+
+    def forward(self, x, rows=slice(None)):
+        """x [B, N, D] -> [B, len(rows), D], for the query tokens in the slice `rows`."""
+        q, k, v = self.split(self.q(x[:, rows])), self.split(self.k(x)), self.split(self.v(x))
+        out = attend(q, k, v, self.bias(rows, x.shape[1]), self.sdpa)              # [B, H, len(rows), d]
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm Transformer block: attention, then an MLP four times as wide."""
+
+    def __init__(self, D, H, allowed=None, sdpa=False):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attn = Attention(D, H, allowed, sdpa)
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x, rows=slice(None)):
+        x = x[:, rows] + self.attn(self.norm1(x), rows)                            # [B, N, D] -> [B, len(rows), D]
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Token ids [B, N] -> [B, outputs], read from token 0 (`readout='first'`) or the sum of all (`'sum'`).
+
+    Token embedding N(0, 1), learned positional embedding N(0, pos_std^2): how far the residual stream can tell two
+    tokens apart other than by attention. Linear layers N(0, init_std^2), zero biases.
+    """
+
+    def __init__(self, vocab, N, outputs, D=64, H=4, L=2, pos_std=0.1, init_std=0.02, readout='first',
+                 sdpa=False):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, D)
+        self.positions = nn.Parameter(pos_std * torch.randn(N, D))
+        self.blocks = nn.ModuleList(Block(D, H, sdpa=sdpa) for _ in range(L))
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, outputs)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=init_std)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+        # The last block computes only the rows that are read: with 'first' and L = 2 that saves a third of a step.
+        self.rows = {'first': slice(0, 1), 'sum': slice(None)}[readout]
+
+    def embed(self, x):
+        return self.tokens(x) + self.positions[:x.shape[1]]                        # [B, N, D]
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        x = self.blocks[-1](x, self.rows)
+        return self.head(self.norm(x).sum(1))                                      # [B, outputs]
+
+
+def layer_inputs(model, x):
+    """Yields each layer's Attention and its layer-normed input [B, N, D], in order: the earlier layers as they are now."""
+    x = model.embed(x)
+    for block in model.blocks:
+        yield block.attn, block.norm1(x)
+        x = block(x)
+
+
+# -------------------------------------------------------------------------------------------------------------- priors
+
+def prior_matrix(opened, strength, level):
+    """M0 from the interaction structure `opened` (bool, [N, N] or [H, N, N]; True: query i needs key j).
+
+    `level` is M at the open pairs; `strength`, in nats, is how far below them the closed pairs' bias lies. The two are
+    separate choices because softmax sees only the strength, while the gradient carries sigmoid(-M): an entry at
+    level 4 moves 50 times slower than one at 0. strength = level = 4 gives M0 = +4 and -4.
+    """
+    if not strength > 0:
+        raise ValueError(f'the strength {strength} of a prior must be positive')
+    log_p = F.logsigmoid(torch.tensor(float(level), dtype=torch.float64)) - strength         # of the closed pairs
+    closed = log_p - torch.log1p(-log_p.exp())                                               # logit(exp(log_p))
+    return torch.where(opened, float(level), closed.item()).float()
+
+
+def target_attention(M0, allowed=None):
+    """The attention the prior asks for, softmax(log sigmoid(M0)): [N, N] or [H, N, N]; what the QK arms aim at."""
+    return mask_bias(M0, allowed).softmax(-1)
+
+
+def init_mask(model, M0, freeze=False):
+    """Arm `mask` (the paper's method): every layer's M starts at M0, learnable unless `freeze`; Q and K stay random."""
+    if not M0.isfinite().all():
+        raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
+    for block in model.blocks:
+        block.attn.M = nn.Parameter(M0.clone().to(block.attn.q.weight), requires_grad=not freeze)
+
+
+@torch.no_grad()
+def init_qk_svd(model, M0, x):
+    """Arm `qk-svd`: W_Q, W_K of every layer and head such that Xp W_Q (Xp W_K)^T / sqrt(d) is the closest rank-d matrix
+    to the target logits, centred over each row (softmax ignores the rest). Frobenius error: the discarded singular values.
+
+    Xp [N, D] is the mean layer-normed input over the inputs x [B, N] (positional plus mean token embedding, at
+    layer 0). R is the right inverse of Xp, Xp R = I, that the tokens' deviation from Xp disturbs least (covariance C):
+    R = C^-1 Xp^T (Xp C^-1 Xp^T)^-1. A plain pseudo-inverse (C = I) holds for the mean input only and loses most of
+    the prior on real ones (ours, measured: README). Needs D >= N.
+    """
+    for attn, X in layer_inputs(model, x):
+        X = X.double()
+        Xp = X.mean(0)                                                                       # [N, D]
+        D, N, d = Xp.shape[1], Xp.shape[0], Xp.shape[1] // attn.H
+        if D < N:
+            raise ValueError(f'qk-svd needs a width of at least the number of tokens, {N}; it is {D}')
+        deviation = (X - Xp).flatten(0, 1)
+        C = deviation.T @ deviation / len(deviation)
+        C += 1e-6 * C.trace() / D * torch.eye(D, dtype=C.dtype, device=C.device)
+        R = torch.linalg.solve(C, Xp.T)
+        R = R @ torch.linalg.inv(Xp @ R)                                                     # [D, N]
+        open_keys = torch.ones_like(M0[-1:]) if attn.allowed is None else attn.allowed.to(X)
+        logits = F.logsigmoid(M0.to(X)).expand(attn.H, N, N)
+        logits = (logits - (logits * open_keys).sum(-1, keepdim=True) / open_keys.sum(-1, keepdim=True)) * open_keys
+        U, S, Vh = torch.linalg.svd(logits * math.sqrt(d))
+        root = S[:, None, :d].sqrt()
+        for linear, vectors in ((attn.q, U), (attn.k, Vh.mT)):
+            weight = linear.weight.zero_().unflatten(0, (attn.H, d))                         # [H, d, D], a view
+            weight[:, :N] = (R @ (vectors[..., :d] * root)).mT.to(weight)
+
+
+def init_qk_opt(model, M0, x, steps=1000, lr=1e-2):
+    """Arm `qk-opt`: W_Q, W_K by Adam, so that each layer's attention on the real inputs x [B, N] matches the target.
+
+    Layer by layer, since a layer's input depends on the attention below it; the loss is KL(target || attention).
+    """
+    for attn, X in layer_inputs(model, x):
+        X, target = X.detach(), target_attention(M0.to(x.device), attn.allowed)
+        weights = [attn.q.weight, attn.k.weight]
+        optimiser = torch.optim.Adam(weights, lr)
+        for step in range(steps):
+            optimiser.param_groups[0]['lr'] = lr * (1 - step / steps)
+            p = attn.weights(X[step % 4::4])                                       # [B / 4, H, N, N]
+            loss = F.kl_div(p.clamp_min(1e-12).log(), target.expand_as(p), reduction='sum') / p[..., 0].numel()
+            for w, grad in zip(weights, torch.autograd.grad(loss, weights)):
+                w.grad = grad
+            optimiser.step()
+        for w in weights:
+            w.grad = None
+
+
+ARMS = ('default', 'mask', 'qk-svd', 'qk-opt')
+
+
+def init_arm(model, arm, M0, x, freeze=False):
+    """Writes the prior M0 into a built model by the way of `arm`; x [B, N] are training inputs, for the QK arms.
+
+    No arm draws from the global random state or touches a weight that is not its own: the rest stays bit-identical.
+    """
+    if arm == 'mask':
+        init_mask(model, M0, freeze)
+    elif arm == 'qk-svd':
+        init_qk_svd(model, M0, x)
+    elif arm == 'qk-opt':
+        init_qk_opt(model, M0, x)
+    elif arm != 'default':
+        raise ValueError(f'unknown arm {arm!r}: one of {", ".join(ARMS)}')
+
+
+# ------------------------------------------------------------------------------------------------------------ measures
+
+@torch.no_grad()
+def prior_tv(model, M0, x):
+    """Total-variation distance in [0, 1] between the attention, averaged over the inputs x [B, N], and the target's.
+
+    Mean over layers, heads and the rows that the prior speaks of: a constant row of M0 asks nothing.
+    """
+    total = 0.
+    for attn, X in layer_inputs(model, x):
+        target, nothing = (target_attention(M, attn.allowed) for M in (M0, torch.zeros_like(M0)))
+        tv = (attn.weights(X).mean(0) - target).abs().sum(-1) / 2                  # [H, N]
+        speaks = ((target - nothing).abs().amax(-1) > 1e-6).expand_as(tv)
+        total += tv[speaks].mean().item()
+    return total / len(model.blocks)
+
+
+def prior_weights(model):
+    """{'M': ..., 'W_Q': ..., 'W_K': ...}: a flat copy over all layers, to measure what training does to them."""
+    attns = [block.attn for block in model.blocks]
+    groups = {'M': [a.M for a in attns if a.M is not None],
+              'W_Q': [a.q.weight for a in attns], 'W_K': [a.k.weight for a in attns]}
+    return {name: torch.cat([w.detach().flatten() for w in ws]) for name, ws in groups.items() if ws}
+
+
+def relative_change(model, initial):
+    """||W - W_0|| / ||W_0|| for each of M, W_Q, W_K; `initial` is an earlier `prior_weights(model)`."""
+    return {name: ((w - initial[name]).norm() / initial[name].norm()).item()
+            for name, w in prior_weights(model).items()}

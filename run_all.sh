@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# One command for each row of the README's tables:  bash run_all.sh [boolean] [theory]    (no argument: every section)
+# Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; the first failure
+# stops the script, names the run and is its exit code.
+set -euo pipefail
+cd "$(dirname "$0")"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} JOBS=${JOBS:-2} PYTHON=${PYTHON:-python}
+
+# The arguments of train.py, one run a line on stdin.
+runs() {
+    xargs -P "$JOBS" -L 1 sh -c '
+        echo "train.py $*"
+        "$PYTHON" train.py "$@" --resume > /dev/null || { echo "run_all.sh: failed: train.py $*" >&2; exit 255; }' sh
+}
+
+boolean() {
+    local out=results/boolean
+    {
+        # Every arm, every task (five seeds); parity3 and diff2 are ours
+        for seed in 0 1 2 3 4; do
+            for task in parity2 maj3 cyclic3; do
+                for init in default qk-svd qk-opt mask; do
+                    echo "--task $task --init $init --seed $seed --out $out"
+                done
+            done
+            for task in parity3 diff2; do
+                for init in default mask; do
+                    echo "--task $task --init $init --seed $seed --out $out"
+                done
+            done
+        done
+        for seed in 0 1 2; do
+            # parity2 on the hole (-,-): who may see whom, per head or not
+            row() { echo "--task parity2 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
+            row default --init default
+            for pattern in group cross chain split; do
+                row mask-$pattern --init mask --pattern $pattern
+            done
+            row mask-group-strength-12 --init mask --strength 12
+            row mask-group-4-layers --init mask --layers 4
+            row mask-chain-4-layers --init mask --pattern chain --layers 4
+            # Ablations on parity2's own hole
+            row() { echo "--task parity2 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
+            row frozen --init mask --freeze-mask
+            row per-head --init mask --per-head
+            for strength in 1 2 4 8; do
+                row strength-$strength --init mask --strength $strength
+            done
+            for level in -4 0 8; do
+                row level-$level --init mask --level=$level
+            done
+            row wrong-pair --init mask --prior-bits 2,3
+            row wrong-pair-frozen --init mask --prior-bits 2,3 --freeze-mask
+            row wrong-pair-stiff --init mask --prior-bits 2,3 --level 8
+            for share in 0.05 0.2; do
+                row flipped-$share --init mask --flip $share
+            done
+            # Is it the setting? Both QK arms where they are, or are not, at the MDI
+            for init in qk-svd qk-opt mask; do
+                row $init-init-0.07 --init $init --init-std 0.07
+                row $init-pos-0.3 --init $init --pos-std 0.3
+            done
+        done
+        # The default, ten times as long
+        echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
+    } | runs
+    "$PYTHON" results/report.py
+}
+
+for section in "${@:-boolean}"; do
+    case $section in
+        boolean) $section ;;
+        *) echo "run_all.sh: no section '$section': boolean" >&2; exit 2 ;;
+    esac
+done

@@ -1,0 +1,176 @@
+"""Every task: its inputs, its split, its interaction structure, and what is known of it before any training.
+
+A `Task` is all that train.py needs; one function makes each. Shape letters as in maskprior.py.
+"""
+import math
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Callable
+
+import torch
+
+
+class UsageError(Exception):
+    """A setting that makes no task; train.py prints it as one line and exits with 2."""
+
+
+@dataclass
+class Task:
+    model: dict           # arguments of maskprior.Transformer: vocab, N, outputs, readout
+    opened: torch.Tensor  # interaction structure, bool [N, N]: query token i needs key token j
+    batch: Callable       # (generator, size) -> inputs [size, N] and targets [size], drawn from the training set
+    loss: Callable        # (outputs [B, outputs], targets [B]) -> scalar
+    evaluate: Callable    # (predict: [B, N] -> [B, outputs] without gradients) -> {metric: number}
+    probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
+    fitted_below: float   # an arm has fitted when its loss_seen is below this
+    known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics
+
+
+# ------------------------------------------------------- Boolean: generalisation on the unseen (Abbe et al., ICML 2023)
+
+BITS = 15
+
+# name: (f on x [S, 15] in {-1, +1}, the bits it makes interact, the default hole). The first three are the paper's.
+# The other two are ours, chosen by what the exchange of x0 and x1 predicts for the mask; predictions made before the runs:
+#   parity3  (+,+,-) is an exchange of seen inputs: the mask answers -1 there, right; the MDI is +7.
+#   diff2    is not symmetric, yet symmetric on what is seen: the mask answers f(-,+) = -1 on (+,-), where the
+#            truth is +1, and stands at 75 %; the target is linear, so the MDI, and with it the default, is right.
+BOOLEAN = {
+    'parity2': (lambda x: x[:, 0] * x[:, 1], (0, 1), '+-'),
+    'maj3': (lambda x: x[:, :3].sum(1).sign(), (0, 1, 2), '++-'),
+    'cyclic3': (lambda x: (x * x.roll(-1, 1) * x.roll(-2, 1)).sum(1), None, '---'),
+    'parity3': (lambda x: x[:, :3].prod(1), (0, 1, 2), '++-'),
+    'diff2': (lambda x: (x[:, 0] - x[:, 1]) / 2, (0, 1), '+-'),
+}
+
+
+def cube(n):
+    """All of {-1, +1}^n, [2^n, n], ordered such that bit i of the row's index says that x_i is -1."""
+    return 1. - 2. * (torch.arange(2 ** n)[:, None] >> torch.arange(n) & 1)
+
+
+def fourier(f):
+    """Fourier coefficients of f [2^n] over the cube: entry S (bit i set: x_i is in the monomial) is E[f prod_S x_i].
+
+    The fast Walsh-Hadamard transform; n stages of one addition each. `2^n * fourier` is its own inverse.
+    """
+    n = f.numel().bit_length() - 1
+    for i in range(n):
+        f = f.view(-1, 2, 2 ** i)
+        f = torch.stack([f[:, 0] + f[:, 1], f[:, 0] - f[:, 1]], 1) / 2
+    return f.flatten()
+
+
+def in_hole(x, hole):
+    """bool [S]: the rows of x [S, n] that a hole such as '+-' or '-*-' takes; '*' leaves a bit free, as does the end."""
+    fixed = torch.tensor([{'+': 1., '-': -1., '*': 0.}[c] for c in hole])
+    return ((x[:, :len(hole)] == fixed) | (fixed == 0)).all(1)
+
+
+def minimum_degree_interpolator(f, hole):
+    """The MDI [2^n] of f [2^n], seen outside the hole: the interpolant with its Fourier mass on the lowest degrees.
+
+    With K the k bits that the hole fixes, to c, every interpolant is f + 1_hole g, with g a function of the free bits.
+    Its coefficient at K and T (T free bits) is f_KT + g_T 2^-k prod(c). It alone reaches the degree k + |T|, so from the
+    highest degree down each is made zero: g = -2^k prod(c) sum_T f_KT x_T, all of which is 1_hole times the sum of
+    f's monomials that contain K. (Abbe et al. 2023, Definition 2, solved for a subcube; ours.)
+    """
+    n = f.numel().bit_length() - 1
+    fixed = sum(2 ** i for i, c in enumerate(hole) if c != '*')
+    contains = torch.arange(2 ** n) & fixed == fixed
+    removed = 2 ** n * fourier(fourier(f) * contains)
+    return f - in_hole(cube(n), hole) * 2 ** bin(fixed).count('1') * removed
+
+
+def nearest_is_right(prediction, target, values):
+    """bool [S]: the attainable value nearest to the prediction [S] is the target [S]; an exact tie is wrong."""
+    assert prediction.shape == target.shape, f'{tuple(prediction.shape)} predictions for {tuple(target.shape)} targets'
+    distance = (prediction[:, None] - values).abs()                                # [S, values]
+    own = (prediction - target).abs()
+    return ((distance > own[:, None]) | (values == target[:, None])).all(1)
+
+
+PATTERNS = ('group', 'cross', 'chain', 'split')
+
+
+def boolean_structure(bits, pattern='group', heads=1):
+    """The interacting pairs as bool [N, N] or [H, N, N]: a group of bits, read by a class token (N = 16), or windows (N = 15).
+
+    Windows (`bits` None): bit i needs bits i, i+1, i+2, cyclically. A group, whose bit i is token i + 1 and whose class
+    token is token 0, by `pattern`:
+      group  the class token and every bit of the group need the group (the default)
+      cross  likewise, but no bit needs itself
+      chain  the class token needs the first bit, each bit the next, the last bit itself
+      split  one mask per head: in head h, the class token and the group need only the group's bit h mod its size
+    """
+    if bits is None:
+        return torch.stack([torch.eye(BITS).roll(s, 1) for s in range(3)]).sum(0).bool()
+    opened = torch.zeros(heads if pattern == 'split' else 1, BITS + 1, BITS + 1, dtype=torch.bool)
+    group = [bit + 1 for bit in bits]
+    for i, query in enumerate([0, *group]):
+        for h, head in enumerate(opened):
+            keys = {'group': group, 'cross': [key for key in group if key != query],
+                    'chain': [group[min(i, len(group) - 1)]], 'split': [group[h % len(group)]]}[pattern]
+            head[query, keys] = True
+    return opened if pattern == 'split' else opened[0]
+
+
+def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='cpu'):
+    """A Boolean target in 15 bits: trained outside the hole, evaluated on the whole cube of 32,768 inputs.
+
+    parity2 on the hole '+-': x = (-1, +1, -1, ...) -> tokens CLS 1 0 1 ..., target -1. Squared error.
+    `prior_bits`: the bits that the prior says interact, instead of the task's own (a wrong prior). `pattern`, `heads`: see
+    boolean_structure.
+    """
+    f, bits, default_hole = BOOLEAN[name]
+    hole = default_hole if hole is None else hole
+    if set(hole) - set('+-*') or len(hole) > BITS:
+        raise UsageError(f'--hole {hole!r}: at most {BITS} of + (bit is +1), - (bit is -1) and * (free)')
+    if not hole.strip('*'):
+        raise UsageError(f'--hole {hole!r} fixes no bit: everything would be unseen and nothing left to train on')
+    if bits is None and (prior_bits is not None or pattern != 'group'):
+        raise UsageError(f'--prior-bits and --pattern are about a group of bits; the prior of {name} is made of windows')
+    if prior_bits is not None:
+        if not prior_bits or not all(0 <= b < BITS for b in prior_bits):
+            raise UsageError(f'--prior-bits takes bits from 0 to {BITS - 1}')
+    x = cube(BITS).to(device)
+    y = f(x)
+    unseen = in_hole(x.cpu(), hole).to(device)
+    mdi = minimum_degree_interpolator(y.cpu().double(), hole).float().to(device)
+    values = y.unique()
+    tokens = (x < 0).long()
+    if bits is not None:
+        tokens = torch.cat([torch.full_like(tokens[:, :1], 2), tokens], 1)         # the class token
+    seen_tokens, seen_y = tokens[~unseen], y[~unseen]
+
+    def batch(generator, size):
+        i = torch.randint(len(seen_y), (size,), generator=generator).to(device)
+        return seen_tokens[i], seen_y[i]
+
+    def loss(outputs, target):
+        assert outputs.shape == (*target.shape, 1), f'outputs {tuple(outputs.shape)}, targets {tuple(target.shape)}'
+        return (outputs[:, 0] - target).square().mean()
+
+    # The monomials that tell the learned function apart from the MDI: those over the bits of group or hole.
+    shown = sorted(set(bits or ()) | {i for i, c in enumerate(hole) if c != '*'})[:4]
+    monomials = [s for r in range(len(shown) + 1) for s in combinations(shown, r)]
+
+    def metrics(prediction):
+        right, error = nearest_is_right(prediction, y, values).float(), (prediction - y).square()
+        coefficients = fourier(prediction.double().cpu())
+        return {'accuracy': right.mean().item(), 'accuracy_seen': right[~unseen].mean().item(),
+                'accuracy_unseen': right[unseen].mean().item(),
+                'loss': error.mean().item(), 'loss_seen': error[~unseen].mean().item(),
+                'prediction_unseen': prediction[unseen].mean().item(),
+                'fourier': {'*'.join(f'x{i}' for i in s) or '1': coefficients[sum(2 ** i for i in s)].item()
+                            for s in monomials}}
+
+    def evaluate(predict):
+        return metrics(torch.cat([predict(t)[:, 0].float() for t in tokens.split(4096)]))
+
+    opened = boolean_structure(bits if prior_bits is None else prior_bits, pattern, heads)
+    return Task(model=dict(vocab=3, N=tokens.shape[1], outputs=1, readout='sum' if bits is None else 'first'),
+                opened=opened.to(device), batch=batch, loss=loss, evaluate=evaluate,
+                probe=batch(torch.Generator().manual_seed(0), 256)[0],
+                fitted_below=0.01 * y.var(unbiased=False).item(),
+                known={f'mdi_{k}': v for k, v in metrics(mdi).items()} | {'target_fourier': metrics(y)['fourier']})

@@ -1,0 +1,288 @@
+"""Trains one model on one task from one initialisation:  python train.py --task parity2 --init mask
+
+Writes runs/TASK-INIT-sSEED/: config.json (every setting, versions, device, commit), log.jsonl (one object for each
+evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run failed; 2: bad arguments.
+"""
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+warnings.filterwarnings('ignore', 'Failed to initialize NumPy')  # numpy is not required; torch mentions its absence
+import torch
+from torch import nn
+
+import maskprior
+import tasks
+from tasks import UsageError
+
+
+class RunError(Exception):
+    """The run can't go on; main prints it as one line and exits with 1."""
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+def true_or_false(text):
+    if text.lower() not in ('true', 'false'):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither true nor false')
+    return text.lower() == 'true'
+
+
+def bit_list(text):
+    return [int(bit) for bit in text.split(',')]
+
+
+def setting(default, help, type=None, choices=None):
+    return dataclasses.field(default=default, metadata=dict(help=help, type=type or default.__class__, choices=choices))
+
+
+@dataclass
+class Settings:
+    """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
+    task: str = setting('parity2', 'what to learn', choices=sorted(tasks.BOOLEAN))
+    init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
+    seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
+    # the task and its prior
+    hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits', str)
+    prior_bits: list = setting(None, 'bits that the prior says interact, such as 2,3, instead of the right ones', bit_list)
+    pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS)
+    flip: float = setting(0., "share of the prior's entries that are flipped")
+    strength: float = setting(6., 'nats by which the prior puts closed pairs below open ones; ours')
+    level: float = setting(4., 'M at the open pairs; the higher, the stiffer; ours')
+    per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
+    freeze_mask: bool = setting(False, 'M does not learn')
+    # the model
+    width: int = setting(64, 'D; ours')
+    heads: int = setting(4, 'H; ours')
+    layers: int = setting(2, 'L; ours')
+    pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
+    init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
+    sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
+    # the optimisation
+    steps: int = setting(600, 'optimiser steps')
+    batch: int = setting(64, 'B, inputs in a step')
+    lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0')
+    warmup: int = setting(50, 'steps over which the learning rate rises linearly')
+    weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings')
+    # the run
+    eval_every: int = setting(50, 'steps between evaluations on everything')
+    device: str = setting('cpu', 'cpu, cuda, ...')
+    out: str = setting('runs', 'folder of the runs')
+    name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
+    overwrite: bool = setting(False, 'run a finished run again')
+    resume: bool = setting(False, 'go on with an interrupted run')
+
+
+RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
+    'maj3': dict(pos_std=0.7, init_std=0.07, strength=4.),
+    'cyclic3': dict(pos_std=0.5, steps=1000, eval_every=100),
+}
+
+
+def parse(argv):
+    """argv -> Settings: the dataclass's defaults, then the task's recipe, then the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in dataclasses.fields(Settings):
+        own = [f'{task} {recipe[f.name]}' for task, recipe in RECIPES.items() if f.name in recipe]
+        default = f' [{", ".join([str(f.default), *own])}]' if f.default is not None else ''
+        kwargs = dict(help=f.metadata['help'].replace('%', '%%') + default, choices=f.metadata['choices'],
+                      default=argparse.SUPPRESS, type=f.metadata['type'])
+        if f.metadata['type'] is bool:
+            kwargs.update(type=true_or_false, nargs='?', const=True, metavar='true|false')
+        parser.add_argument('--' + f.name.replace('_', '-'), **kwargs)
+    # argparse would take the hole -- for the end of the options, and -+ for an option: a space before it hides that.
+    argv = list(argv)
+    for i, arg in enumerate(argv):
+        if arg == '--hole' and i + 1 < len(argv):
+            argv[i:i + 2] = [f'--hole= {argv[i + 1]}']
+        elif arg.startswith('--hole='):
+            argv[i] = arg.replace('=', '= ', 1)
+    given = vars(parser.parse_args(argv))
+    if 'hole' in given:
+        given['hole'] = given['hole'].strip()
+    settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
+    for name in ('width', 'heads', 'layers', 'batch', 'steps', 'eval_every', 'lr', 'strength'):
+        if not 0 < getattr(settings, name) < math.inf:
+            raise UsageError(f'--{name.replace("_", "-")} must be positive and finite')
+    if settings.width % settings.heads:
+        raise UsageError(f'--width {settings.width} is not a multiple of --heads {settings.heads}')
+    try:
+        torch.zeros(1, device=settings.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f'--device {settings.device}: {str(error).splitlines()[0]}') from None
+    return settings
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+def build(settings):
+    """Settings -> (task, model with the arm's prior written in, M0). Same seed: same weights but for the arm's own."""
+    task = tasks.boolean(settings.task, settings.hole, settings.prior_bits, settings.pattern, settings.heads,
+                         settings.device)
+    opened = task.opened
+    if settings.flip:
+        generator = torch.Generator().manual_seed(settings.seed)
+        opened = opened ^ (torch.rand(opened.shape, generator=generator) < settings.flip).to(opened.device)
+    M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
+    if settings.per_head and M0.ndim == 2:
+        M0 = M0.expand(settings.heads, -1, -1)
+    torch.manual_seed(settings.seed)
+    model = maskprior.Transformer(**task.model, D=settings.width, H=settings.heads, L=settings.layers,
+                                  pos_std=settings.pos_std, init_std=settings.init_std,
+                                  sdpa=settings.sdpa).to(settings.device)
+    try:
+        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask)
+    except ValueError as error:
+        raise UsageError(f'--init {settings.init}: {error}') from None
+    return task, model, M0
+
+
+def make_optimiser(model, settings):
+    """AdamW in two groups: weight decay for the weights of linear layers alone. It would pull a prior in M to 0."""
+    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    learnable = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW([
+        dict(params=[p for p in learnable if id(p) in decayed], weight_decay=settings.weight_decay),
+        dict(params=[p for p in learnable if id(p) not in decayed], weight_decay=0.)], lr=settings.lr)
+
+
+def learning_rate(step, settings):
+    warm = min(1., (step + 1) / max(1, settings.warmup))
+    return settings.lr * warm * (1 + math.cos(math.pi * step / settings.steps)) / 2
+
+
+def write(path, save):
+    """Atomic: save(temporary path), then rename. Whoever reads `path` finds the old file or the new one, whole."""
+    temporary = path.with_name(path.name + '.tmp')
+    save(temporary)
+    os.replace(temporary, path)
+
+
+def write_json(path, content):
+    write(path, lambda p: p.write_text(json.dumps(content, indent=1, allow_nan=False) + '\n'))
+
+
+def commit():
+    git = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude=*'], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
+    return git.stdout.strip() or None
+
+
+def load(path):
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:
+        raise RunError(f'{path} can not be read ({type(error).__name__}): start over with --overwrite') from None
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+def train(settings, folder, task, model, M0):
+    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, returns the result."""
+    optimiser = make_optimiser(model, settings)
+    generator = torch.Generator().manual_seed(settings.seed)                       # of the batches, and nothing else
+    initial = maskprior.prior_weights(model)
+    step, seconds, log = 0, 0., []
+    if settings.resume and (folder / 'checkpoint.pt').exists():
+        saved = load(folder / 'checkpoint.pt')
+        model.load_state_dict(saved['model'])
+        optimiser.load_state_dict(saved['optimiser'])
+        generator.set_state(saved['generator'])
+        step, seconds, log = saved['step'], saved['seconds'], saved['log']
+
+    def evaluate():
+        model.eval()
+        with torch.no_grad():
+            metrics = task.evaluate(model)
+        model.train()
+        metrics['prior_tv'] = maskprior.prior_tv(model, M0, task.probe)
+        return metrics | {f'change_{k}': v for k, v in maskprior.relative_change(model, initial).items()}
+
+    def record():
+        row = {'step': step, 'seconds': seconds} | evaluate()
+        if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
+            raise RunError(f'diverged: a metric is not finite at step {step}; try a lower --lr than {settings.lr:g}')
+        log.append(row)
+        write(folder / 'log.jsonl', lambda p: p.write_text(''.join(json.dumps(r, allow_nan=False) + '\n' for r in log)))
+        write(folder / 'checkpoint.pt', lambda p: torch.save(
+            dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
+                 step=step, seconds=seconds, log=log), p))
+        left = seconds / step * (settings.steps - step) if step else math.nan
+        print(f'step {step:6d}  loss {row["loss"]:.4f}  seen {row["accuracy_seen"]:7.2%}  unseen '
+              f'{row["accuracy_unseen"]:7.2%}  prior_tv {row["prior_tv"]:.3f}  {left:4.0f} s left', flush=True)
+
+    start = time.perf_counter() - seconds
+    if not log:
+        record()
+    while step < settings.steps:
+        for group in optimiser.param_groups:
+            group['lr'] = learning_rate(step, settings)
+        x, y = task.batch(generator, settings.batch)
+        loss = task.loss(model(x), y)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        step += 1
+        if step % settings.eval_every == 0 or step == settings.steps:
+            seconds = time.perf_counter() - start
+            record()
+
+    final = {k: v for k, v in log[-1].items() if k != 'prior_tv'}
+    return dict(task=settings.task, init=settings.init, seed=settings.seed, steps=settings.steps) | final | dict(
+        fitted=final['loss_seen'] < task.fitted_below, prior_tv_init=log[0]['prior_tv'],
+        prior_tv_final=log[-1]['prior_tv'], **task.known, seconds=seconds,
+        parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    settings = parse(argv)
+    folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
+    describing = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('out', 'name', 'overwrite', 'resume')}
+    if (folder / 'config.json').exists() and not settings.overwrite:
+        before = json.loads((folder / 'config.json').read_text())['settings']
+        changed = [k for k in describing if before.get(k) != describing[k]]
+        if changed:
+            raise UsageError(f'{folder} holds a run with another --{changed[0].replace("_", "-")} '
+                             f'({before.get(changed[0])}): choose a --name, or --overwrite it')
+        if (folder / 'result.json').exists():
+            print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
+            return
+        if not settings.resume:
+            raise UsageError(f'{folder} holds an unfinished run: --resume goes on with it, --overwrite starts over')
+    built = build(settings)                                                        # refuses bad settings before any file
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
+        (folder / name).unlink(missing_ok=True)
+    write_json(folder / 'config.json', dict(
+        settings=describing, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
+        threads=torch.get_num_threads(), commit=commit()))
+    result = train(settings, folder, *built)
+    write_json(folder / 'result.json', result)
+    report(result)
+
+
+def report(result):
+    """The last lines of a run: what was learned, beside the minimum-degree interpolator and the paper."""
+    print(f'{result["task"]} --init {result["init"]} --seed {result["seed"]}: accuracy {result["accuracy"]:.2%}, '
+          f'unseen {result["accuracy_unseen"]:.2%}, loss {result["loss"]:.4f}, {result["seconds"]:.0f} s; '
+          + ('fitted what it saw' if result['fitted'] else f'NOT FITTED: loss on what it saw {result["loss_seen"]:.3f}'))
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(print(f'train.py: {error}', file=sys.stderr) or 2)
+    except RunError as error:
+        sys.exit(print(f'train.py: {error}', file=sys.stderr) or 1)
