@@ -31,7 +31,7 @@ boolean() {
         done
         for seed in 0 1 2; do
             # parity2 on the hole (-,-): who may see whom, per head or not
-            row() { echo "--task parity2 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
+            row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
             row default --init default
             for pattern in group cross chain split; do
                 row mask-$pattern --init mask --pattern $pattern
@@ -40,7 +40,7 @@ boolean() {
             row mask-group-4-layers --init mask --layers 4
             row mask-chain-4-layers --init mask --pattern chain --layers 4
             # Ablations on parity2's own hole
-            row() { echo "--task parity2 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
+            row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
             row frozen --init mask --freeze-mask
             row per-head --init mask --per-head
             for strength in 1 2 4 8; do

@@ -74,7 +74,7 @@ class Settings:
     warmup: int = setting(50, 'steps over which the learning rate rises linearly')
     weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings')
     # the run
-    eval_every: int = setting(50, 'steps between evaluations on everything')
+    eval_every: int = setting(100, 'steps between evaluations on everything')
     device: str = setting('cpu', 'cpu, cuda, ...')
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
@@ -84,7 +84,7 @@ class Settings:
 
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(pos_std=0.7, init_std=0.07, strength=4.),
-    'cyclic3': dict(pos_std=0.5, steps=1000, eval_every=100),
+    'cyclic3': dict(pos_std=0.5, steps=1000),
 }
 
 

@@ -1,0 +1,90 @@
+"""Prints the README's tables from the recorded runs:  python results/report.py [results/]
+
+A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds.
+"""
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+
+PAPER = {  # accuracy in % and loss, as far as the text at hand gives them
+    ('parity2', 'default'): '75, loss 1.379', ('parity2', 'mask'): '100, loss 0.0029',
+    ('maj3', 'default'): '87', ('maj3', 'mask'): '100', ('cyclic3', 'mask'): '99.98'}
+
+
+def read(folder):
+    """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`."""
+    rows = defaultdict(list)
+    for path in sorted(folder.glob('*/result.json')):
+        log = [json.loads(line) for line in (path.parent / 'log.jsonl').read_text().splitlines()]
+        config = json.loads((path.parent / 'config.json').read_text())
+        rows[path.parent.name.rsplit('-s', 1)[0]].append((config['settings'], json.loads(path.read_text()), log))
+    return rows
+
+
+def spread(values, digits=2, scale=1):
+    values = [scale * v for v in values]
+    return f'{mean(values):.{digits}f}' + (f' ± {stdev(values):.{digits}f}' if len(values) > 1 else '')
+
+
+def table(header, lines):
+    yield '| ' + ' | '.join(header) + ' |'
+    yield '|' + '---|' * len(header)
+    yield from ('| ' + ' | '.join(line) + ' |' for line in lines)
+    yield ''
+
+
+def outcome(runs):
+    """accuracy, unseen accuracy, loss, prediction on the hole, fitted, prior_tv, steps, n"""
+    of = lambda key: [result[key] for _, result, _ in runs]
+    return [spread(of('accuracy'), scale=100), spread(of('accuracy_unseen'), scale=100), spread(of('loss'), 4),
+            spread(of('prediction_unseen')), f'{sum(of("fitted"))}/{len(runs)}',
+            f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][1]["steps"]} × {len(runs)}']
+
+
+OUTCOME = ['accuracy %', 'unseen %', 'loss', 'on the hole', 'fitted', 'prior_tv', 'steps × seeds']
+
+
+def boolean(results):
+    rows = read(results / 'boolean')
+    yield '**Every arm, every task** (`bash run_all.sh boolean`)\n'
+    def lines():
+        for label, runs in sorted(rows.items(), key=order):
+            task, init = label.split('-', 1)
+            known = runs[0][1]
+            yield [task, init, *outcome(runs), f'{known["mdi_accuracy"]:.1%}, {known["mdi_loss"]:g}',
+                   PAPER.get((task, init), '')]
+    yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'], lines())
+
+    yield '**What training does to the prior**: relative change of each place, and prior_tv / unseen accuracy % over the steps\n'
+    steps = sorted({row['step'] for runs in rows.values() for _, _, log in runs for row in log})
+    shown = [s for s in steps if s in (0, 50, 100, 200, 400, 800, 1600, 3200)]
+    def curve(runs, step):
+        at = [row for _, _, log in runs for row in log if row['step'] == step]
+        return f'{mean(r["prior_tv"] for r in at):.2f} / {100 * mean(r["accuracy_unseen"] for r in at):.0f}' if at else ''
+    def lines():
+        for label, runs in sorted(rows.items(), key=order):
+            task, init = label.split('-', 1)
+            change = [spread([r[f'change_{w}'] for _, r, _ in runs]) if f'change_{w}' in runs[0][1] else '' for w in ('M', 'W_Q', 'W_K')]
+            yield [task, init, *change, *(curve(runs, s) for s in shown)]
+    yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', *(f'step {s}' for s in shown)], lines())
+
+    for name, title in (('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'), ('ablation', 'Ablations on parity2')):
+        yield f'**{title}**\n'
+        yield from table(['run', *OUTCOME], ([label, *outcome(runs)] for label, runs in read(results / 'boolean' / name).items()))
+
+
+def order(item):
+    tasks, arms = ('parity2', 'maj3', 'cyclic3', 'parity3', 'diff2'), ('default', 'qk-svd', 'qk-opt', 'mask')
+    task, init = item[0].split('-', 1)
+    return tasks.index(task), arms.index(init)
+
+
+def main(results):
+    if (results / 'boolean').exists():
+        print('\n'.join(boolean(results)).strip())
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
