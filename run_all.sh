@@ -33,7 +33,7 @@ boolean() {
             # parity2 on the hole (-,-): who may see whom, per head or not
             row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
             row default --init default
-            for pattern in group cross chain split; do
+            for pattern in group cross sink chain split; do
                 row mask-$pattern --init mask --pattern $pattern
             done
             row mask-group-strength-12 --init mask --strength 12
@@ -55,11 +55,12 @@ boolean() {
             for share in 0.05 0.2; do
                 row flipped-$share --init mask --flip $share
             done
-            # Is it the setting? Both QK arms where they are, or are not, at the MDI
+            # How far do the arms depend on the setting?
             for init in qk-svd qk-opt mask; do
-                row $init-init-0.07 --init $init --init-std 0.07
-                row $init-pos-0.3 --init $init --pos-std 0.3
+                row $init-init-std-0.07 --init $init --init-std 0.07
+                row $init-pos-std-0.3 --init $init --pos-std 0.3
             done
+            row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 3000
         done
         # The default, ten times as long
         echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
@@ -67,9 +68,17 @@ boolean() {
     "$PYTHON" results/report.py
 }
 
-for section in "${@:-boolean}"; do
+theory() {
+    "$PYTHON" theory.py                      # the table of every derivative and bound: exit 1 if one is violated
+    "$PYTHON" results/theory_training.py     # the table and the figure of what it explains in training
+}
+
+sections=("$@")
+[ $# -gt 0 ] || sections=(boolean theory)
+for section in "${sections[@]}"; do
     case $section in
-        boolean) $section ;;
-        *) echo "run_all.sh: no section '$section': boolean" >&2; exit 2 ;;
+        boolean | theory) ;;
+        *) echo "run_all.sh: no section '$section': boolean, theory" >&2; exit 2 ;;
     esac
 done
+for section in "${sections[@]}"; do $section; done

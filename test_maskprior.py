@@ -1,6 +1,7 @@
 """pytest -q: identities and hand-computed values first, then known faults of such code, then short training runs."""
 import json
 import math
+import os
 import subprocess
 import sys
 from itertools import combinations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 import maskprior
 import tasks
+import theory
 import train
 from maskprior import attend, attention_weights, mask_bias, prior_matrix, target_attention
 
@@ -161,6 +163,11 @@ def test_structure_of_the_boolean_tasks_by_hand():
     opened = tasks.boolean('parity2').opened
     assert opened.nonzero().tolist() == [[i, j] for i in (0, 1, 2) for j in (1, 2)]
     assert tasks.boolean('cyclic3').opened[14].nonzero().flatten().tolist() == [0, 1, 14]
+    pairs = lambda opened: opened.nonzero().tolist()
+    assert pairs(tasks.boolean_structure([2, 5], 'cross')) == [[0, 3], [0, 6], [3, 6], [6, 3]]
+    assert pairs(tasks.boolean_structure([2, 5], 'chain')) == [[0, 3], [3, 6], [6, 6]]
+    assert [pairs(head) for head in tasks.boolean_structure([2, 5], 'split', heads=3)] == [
+        [[0, 3], [3, 3], [6, 3]], [[0, 6], [3, 6], [6, 6]], [[0, 3], [3, 3], [6, 3]]]
 
 
 @pytest.mark.parametrize('d', [1, 2, 8])
@@ -182,15 +189,17 @@ def test_svd_error_is_the_discarded_singular_values(d, N=6, H=2):
 @pytest.mark.parametrize('arm', maskprior.ARMS)
 def test_arms_of_a_seed_share_all_other_weights_and_all_batches(arm):
     task, default, _ = tiny()
-    _, model, _ = tiny(arm)
+    drawn = torch.rand(3)                                                          # what dropout, say, would draw next
+    other_task, model, _ = tiny(arm)
+    assert torch.equal(drawn, torch.rand(3))
+    batches = [t.batch(torch.Generator().manual_seed(0), 64) for t in (task, other_task)]
+    assert all(torch.equal(a, b) for a, b in zip(*batches))
     own = {'mask': ('attn.M',), 'qk-svd': ('attn.q.weight', 'attn.k.weight'), 'default': (),
            'qk-opt': ('attn.q.weight', 'attn.k.weight')}[arm]
     weights, shared = model.state_dict(), default.state_dict()
-    for name in weights:
-        if not name.endswith(own or 'nothing'):
-            assert torch.equal(weights[name], shared[name]), name
     assert set(weights) ^ set(shared) == ({f'blocks.{i}.attn.M' for i in (0, 1)} if arm == 'mask' else set())
-    assert arm == 'default' or any(not torch.equal(w, shared[n]) for n, w in weights.items() if n in shared) or arm == 'mask'
+    changed = {name for name in shared if not torch.equal(weights[name], shared[name])}
+    assert changed == {name for name in shared if name.endswith(own or 'nothing')}
 
 
 @pytest.mark.parametrize('arm', ['mask', 'qk-svd', 'qk-opt'])
@@ -222,8 +231,9 @@ def test_frozen_mask_does_not_learn():
 
 
 def test_per_head_mask_has_a_matrix_for_each_head():
-    _, model, M0 = tiny('mask', '--per-head')
-    assert M0.shape == model.blocks[0].attn.M.shape == (2, 16, 16)
+    for option in (['--per-head'], ['--pattern', 'split']):
+        _, model, M0 = tiny('mask', *option)
+        assert M0.shape == model.blocks[0].attn.M.shape == (2, 16, 16)
 
 
 @pytest.mark.parametrize('compiled', [False, True])
@@ -320,6 +330,130 @@ def test_training_never_sees_the_hole():
     assert torch.equal(bits[:, :3].sum(1).sign().float(), y) and len(x.unique(dim=0)) > 12000
 
 
+# -------------------------------------------------------------------------------------------------------------- theory
+
+SHORT_THEORY = dict(steps=40, T=100)
+
+
+def hand_row():
+    """N = 2, d = 4, D = 1: q = (2, 0, 0, 0), k = (ln 3, 0, 0, 0) and 0, sigmoid(m) = 1/4 and 3/4, so s_0 = ln 3 + ln 1/4 = s_1, p = 1/2, 1/2.
+    v = (2, 0, 0, 0) and 0, so o = (1, 0, 0, 0); g = (3, 0, 0, 0), so a = 3, -3."""
+    t = lambda z: torch.tensor([z], dtype=torch.float64)
+    first = lambda y: [y, 0.0, 0.0, 0.0]
+    return theory.measure(theory.row(
+        t([[2.0]]), t([[1.0], [0.0]]), t([first(1.0)]).requires_grad_(), t([first(math.log(3))]).requires_grad_(),
+        t([[-math.log(3), math.log(3)]]).requires_grad_(), t([first(2.0), first(0.0)]), t([first(3.0)])),
+        u=t([[1.0, 0.0]]), w=t([first(1.0)]))
+
+
+@pytest.mark.parametrize('derivatives', [theory.autograd, theory.closed_form])
+def test_derivatives_of_a_row_by_hand(derivatives):
+    r, ln3 = hand_row(), math.log(3)
+    D = derivatives(r)
+    close = lambda z, y: torch.testing.assert_close(z[0].detach(), torch.tensor(y, dtype=torch.float64))
+    close(r.p, [[0.5, 0.5]])
+    first = lambda y: [y, 0.0, 0.0, 0.0]
+    close(D['p_i', 'm'], [[3 / 16, -1 / 16]])  # p_0 (1 - p_0) 3/4, -p_0 p_1 1/4
+    close(D['p_i', 'k'], [first(1 / 4), first(-1 / 4)])  # +- 1/4 q / 2
+    close(D['p_i', 'q'], [first(ln3 / 8)])  # 1/2 (ln 3 - ln 3 / 2) / 2
+    close(D['p_i', 'W_Q'], [first(ln3 / 4)])  # x = 2
+    close(D['p_i', 'W_K'], [first(1 / 4)])  # x_0 = 1, x_1 = 0
+    close(D['w.o', 'm'], [[3 / 8, -1 / 8]])  # p_j (v_j - o) sigmoid(-m_j)
+    close(D['w.o', 'q'], [first(ln3 / 4)])
+    close(D['loss', 'm'], [[9 / 8, -3 / 8]])  # p_j a_j sigmoid(-m_j)
+    close(D['loss', 'k'], [first(3 / 2), first(-3 / 2)])
+    close(D['loss', 'q'], [first(3 / 4 * ln3)])
+    close(D['loss', 'W_Q'], [first(3 / 2 * ln3)])
+    close(D['loss', 'W_K'], [first(3 / 2)])
+
+
+def test_the_sizes_in_the_bounds_by_hand():
+    r = hand_row()
+    assert (r.G.item(), r.diam_v.item(), r.norm_q.item(), r.norm_x.item(), r.diam_x.item()) == (3.0, 2.0, 1.0, 2.0, 1.0)
+    assert r.diam_k.item() == pytest.approx(math.log(3) / 2)
+    D = theory.autograd(r)
+    found = {b[0]: theory.tightness(b, r, D)[0].item() for b in theory.BOUNDS}
+    assert found['|dp_i/dm_j| <= p_i sigmoid(-m_j)'] == pytest.approx(1 / 2)
+    assert found['|dl/dm_j| <= p_j(1-p_j) sigmoid(-m_j) GR'] == pytest.approx(1)  # two keys: |a_j| = (1 - p_j) G R
+    assert found['||dl/dq|| <= GR diam(k)/(4 sqrt(d))'] == pytest.approx(1)
+
+
+def test_one_open_key_has_no_gradient():
+    r = theory.two_keys(torch.device('cpu'), (0.0, 0.0))
+    r = theory.measure(theory.row(r.x, r.X, r.W_Q, r.W_K, r.m, r.v, r.g, allowed=torch.tensor([[[True, False]]])), u=r.u, w=r.w)
+    for derivatives in (theory.autograd, theory.closed_form):
+        assert all(D.abs().max() == 0 for D in derivatives(r).values())
+
+
+def test_one_step_through_the_mask_by_hand():
+    """Two keys at m = 0, v = +-1, g = 1: e = +-1/2, so m = -+ h/4 after a step, and p_0 = sigmoid(-h/4)/(sigmoid(-h/4) + sigmoid(h/4))."""
+    r = theory.two_keys(torch.device('cpu'), (0.0, 0.0))
+    h = 0.8
+    moved, bound = next(theory.walk(theory.REACH[0], r, r.g[None], torch.tensor([[2 * h]], dtype=torch.float64), 1))  # T h G R, R = 2
+    assert moved.item() == pytest.approx(0.5 - 1 / (1 + math.exp(h / 4)))
+    assert bound.item() == pytest.approx(math.tanh(2 * h / 8))
+
+
+def test_short_run_holds_and_writes_strict_json(tmp_path, capsys):
+    assert theory.main(['--draws', '2000', '--seed', '3'], out=tmp_path, **SHORT_THEORY) == 0
+    reject = lambda name: pytest.fail(f'{name} is not JSON')
+    record = json.loads((tmp_path / 'theory.json').read_text(), parse_constant=reject)
+    assert record['failed'] == [] and record['draws'] == 2000 and record['seed'] == 3 and record['device'] == 'cpu'
+    rows, printed, table = [row for part in record['parts'] for row in part['rows']], capsys.readouterr().out, (tmp_path / 'theory.md').read_text()
+    assert len(rows) > 40
+    for row in rows:
+        assert row['statement'] in printed and row['statement'].replace('|', "\\|") in table
+
+
+def test_wrong_statements_are_caught_and_only_they(tmp_path):
+    """A bound 0.9 times what holds, a derivative without sigmoid(-m), a reach and a lemma that are too small: each fails, the rest holds."""
+    bounds, statements = list(theory.BOUNDS), list(theory.REACH)
+    for n in (0, 4, 10, 14, 16):
+        name, f, place, formula = bounds[n]
+        bounds[n] = (name, f, place, lambda r, formula=formula: 0.9 * formula(r))
+    name, place, gain = statements[2]
+    statements[2] = (name, place, lambda r, z: 0.8 * gain(r, z))
+
+    def formulas(r):
+        D = theory.closed_form(r)
+        return D | {('loss', 'm'): D['loss', 'k'].norm(dim=-1)[:, None] / theory.norm(r.q)[..., None] * r.d ** 0.5}
+
+    code = theory.main(['--draws', '2000'], out=tmp_path, bounds=bounds, statements=statements, formulas=formulas,
+                       osc_bound=lambda y: torch.tanh(y / 4.5), **SHORT_THEORY)
+    failed = json.loads((tmp_path / 'theory.json').read_text())['failed']
+    assert code == 1
+    assert failed == ['d loss / d m', *(bounds[n][0] for n in (0, 4, 10, 14, 16)), 'TV <= tanh(osc(D)/4)', statements[2][0]]
+
+
+def test_loose_bound_is_not_called_tight(tmp_path):
+    name, f, place, formula = theory.BOUNDS[0]
+    loose = [(name, f, place, lambda r: 1.1 * formula(r))]
+    assert theory.main(['--draws', '80'], out=tmp_path, bounds=loose, statements=[], **SHORT_THEORY) == 1
+
+
+@pytest.mark.parametrize('argv, word', [(['--draws', '0'], 'draws'), (['--draws', '-5'], 'draws'), (['--seed', '-1'], 'seed'),
+                                        (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'), (['--device', 'mps'], 'mps')])
+def test_bad_arguments_exit_2_with_one_line(argv, word, tmp_path, capsys):
+    assert theory.main(argv, out=tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert word in err and err.count("\n") == 1 and not out and not list(tmp_path.iterdir())
+
+
+def test_absent_cuda_and_a_device_without_float64_exit_2(monkeypatch, tmp_path, capsys):
+    if not torch.cuda.is_available():
+        assert theory.main(['--device', 'cuda'], out=tmp_path) == 2
+    monkeypatch.setattr(torch, 'ones', lambda *a, **k: (_ for _ in ()).throw(TypeError('MPS has no float64')))  # what mps raises
+    assert theory.main([], out=tmp_path) == 2
+    assert 'without float64' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('argv', [['--draws', 'many'], ['--depth', '3']])
+def test_unparsable_arguments_exit_2(argv):
+    with pytest.raises(SystemExit) as e:
+        theory.main(argv)
+    assert e.value.code == 2
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 @pytest.mark.parametrize('options, says', [
@@ -386,9 +520,47 @@ def test_a_checkpoint_cut_in_half_is_one_line(tmp_path):
     assert code == 1 and len(err) == 1 and 'checkpoint.pt' in err[0]
 
 
+def test_a_save_that_dies_half_way_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / 'checkpoint.pt'
+    train.write(path, lambda p: torch.save({'step': 1}, p))
+    def dies(p):
+        p.write_bytes(b'half')
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train.write(path, dies)
+    assert torch.load(path, weights_only=True) == {'step': 1}
+
+
 def test_divergence_is_one_line_and_strict_json(tmp_path):
     code, _, err = cli(*SMALL, '--lr', '1e6', '--out', tmp_path)
     assert code == 1 and len(err) == 1 and 'diverged' in err[0]
     assert not list(tmp_path.rglob('result.json'))
     for line in (tmp_path / 'parity2-mask-s0' / 'log.jsonl').read_text().splitlines():
         json.loads(line, parse_constant=lambda c: pytest.fail(f'{c} is no JSON'))
+
+
+def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
+    (tmp_path / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
+    (tmp_path / 'train.py').write_text('raise SystemExit(1)')
+    environment = dict(os.environ, PYTHON=sys.executable)
+    done = subprocess.run(['bash', 'run_all.sh', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode != 0 and 'failed: train.py --task parity2' in done.stderr
+    done = subprocess.run(['bash', 'run_all.sh', 'booleans'], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and 'booleans' in done.stderr
+
+
+def test_the_readmes_tables_are_what_report_prints():
+    printed = subprocess.run([sys.executable, HERE / 'results' / 'report.py'], capture_output=True, text=True, check=True).stdout
+    readme = (HERE / 'README.md').read_text()
+    assert printed.strip() and readme.split('<!-- report -->')[1].split('<!-- /report -->')[0].strip() == printed.strip()
+
+
+def test_the_readmes_first_run_extrapolates(tmp_path):
+    """README: parity2 with the mask is right on the whole cube; the default fits as well and is wrong on the hole."""
+    results = {}
+    for init in ('mask', 'default'):
+        train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '600'])
+        results[init] = json.loads((tmp_path / f'parity2-{init}-s0' / 'result.json').read_text())
+    mask, default = results['mask'], results['default']
+    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029 and mask['seconds'] < 60
+    assert default['fitted'] and default['accuracy'] == 0.75 and default['fourier']['x0*x1'] < 0.6

@@ -83,8 +83,9 @@ class Settings:
 
 
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
-    'maj3': dict(pos_std=0.7, init_std=0.07, strength=4.),
-    'cyclic3': dict(pos_std=0.5, steps=1000),
+    'maj3': dict(pos_std=1.3, init_std=0.05, strength=4.),
+    'cyclic3': dict(pos_std=0.5, steps=1000, eval_every=250),
+    'parity3': dict(steps=1200, eval_every=200),
 }
 
 
@@ -217,9 +218,9 @@ def train(settings, folder, task, model, M0):
         write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
                  step=step, seconds=seconds, log=log), p))
-        left = seconds / step * (settings.steps - step) if step else math.nan
+        left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         print(f'step {step:6d}  loss {row["loss"]:.4f}  seen {row["accuracy_seen"]:7.2%}  unseen '
-              f'{row["accuracy_unseen"]:7.2%}  prior_tv {row["prior_tv"]:.3f}  {left:4.0f} s left', flush=True)
+              f'{row["accuracy_unseen"]:7.2%}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
 
     start = time.perf_counter() - seconds
     if not log:
@@ -274,9 +275,20 @@ def main(argv=None):
 
 def report(result):
     """The last lines of a run: what was learned, beside the minimum-degree interpolator and the paper."""
-    print(f'{result["task"]} --init {result["init"]} --seed {result["seed"]}: accuracy {result["accuracy"]:.2%}, '
-          f'unseen {result["accuracy_unseen"]:.2%}, loss {result["loss"]:.4f}, {result["seconds"]:.0f} s; '
-          + ('fitted what it saw' if result['fitted'] else f'NOT FITTED: loss on what it saw {result["loss_seen"]:.3f}'))
+    monomials = list(result['fourier'])[:8]                    # Fourier coefficients of the function that was learned
+    paper = tasks.PAPER.get((result['task'], result['init']), {})
+    rows = [('', 'accuracy', 'loss', 'on hole', *monomials)]
+    for name, metrics in (('this run', result), ('MDI', {k[4:]: v for k, v in result.items() if k.startswith('mdi_')}),
+                          ('target', {'fourier': result['target_fourier']}), ('paper', paper)):
+        numbers = [metrics.get(k) for k in ('accuracy', 'loss', 'prediction_unseen')]
+        numbers += [metrics.get('fourier', {}).get(m) for m in monomials]
+        rows.append((name, *('' if n is None else f'{n:{form}}' for n, form in zip(numbers, ['.2%', '.4f'] + ['+.2f'] * 9))))
+    for row in rows:
+        print(f'{row[0]:9}' + ''.join(f'{cell:>10}' for cell in row[1:]))
+    fitted = 'fitted what it saw' if result['fitted'] else 'has NOT FITTED what it saw'
+    print(f'{result["task"]} --init {result["init"]} --seed {result["seed"]} {fitted} (loss {result["loss_seen"]:.2g}); unseen '
+          f'{result["accuracy_unseen"]:.2%}; prior_tv {result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; '
+          f'{result["seconds"]:.0f} s')
 
 
 if __name__ == '__main__':

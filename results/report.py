@@ -8,10 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 
-PAPER = {  # accuracy in % and loss, as far as the text at hand gives them
-    ('parity2', 'default'): '75, loss 1.379', ('parity2', 'mask'): '100, loss 0.0029',
-    ('maj3', 'default'): '87', ('maj3', 'mask'): '100', ('cyclic3', 'mask'): '99.98'}
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tasks import BOOLEAN, PAPER
 
 def read(folder):
     """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`."""
@@ -52,9 +50,9 @@ def boolean(results):
     def lines():
         for label, runs in sorted(rows.items(), key=order):
             task, init = label.split('-', 1)
-            known = runs[0][1]
+            known, p = runs[0][1], PAPER.get((task, init))
             yield [task, init, *outcome(runs), f'{known["mdi_accuracy"]:.1%}, {known["mdi_loss"]:g}',
-                   PAPER.get((task, init), '')]
+                   ', loss '.join(f'{n:g}' for n in [100 * p['accuracy'], *([p['loss']] if 'loss' in p else [])]) if p else '']
     yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'], lines())
 
     yield '**What training does to the prior**: relative change of each place, and prior_tv / unseen accuracy % over the steps\n'
@@ -76,9 +74,8 @@ def boolean(results):
 
 
 def order(item):
-    tasks, arms = ('parity2', 'maj3', 'cyclic3', 'parity3', 'diff2'), ('default', 'qk-svd', 'qk-opt', 'mask')
     task, init = item[0].split('-', 1)
-    return tasks.index(task), arms.index(init)
+    return list(BOOLEAN).index(task), ['default', 'default-10x', 'qk-svd', 'qk-opt', 'mask'].index(init)
 
 
 def main(results):
