@@ -155,8 +155,8 @@ def prior_matrix(opened, strength, level):
     separate choices because softmax sees only the strength, while the gradient carries sigmoid(-M): an entry at
     level 4 moves 50 times slower than one at 0. strength = level = 4 gives M0 = +4 and -4.
     """
-    if not strength > 0:
-        raise ValueError(f'the strength {strength} of a prior must be positive')
+    if not (0 < strength < math.inf and math.isfinite(level)):
+        raise ValueError(f'the strength {strength} must be positive and finite, the level {level} finite')
     log_p = F.logsigmoid(torch.tensor(float(level), dtype=torch.float64)) - strength         # of the closed pairs
     closed = log_p - torch.log1p(-log_p.exp())                                               # logit(exp(log_p))
     return torch.where(opened, float(level), closed.item()).float()

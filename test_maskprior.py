@@ -462,7 +462,9 @@ def test_unparsable_arguments_exit_2(argv):
     (['--hole', '+x'], '--hole'), (['--heads', '3'], '--heads 3'), (['--steps', '0'], '--steps'),
     (['--device', 'cuda' if not torch.cuda.is_available() else 'cuda:99'], '--device'), (['--freeze-mask', 'perhaps'], 'perhaps'),
     (['--prior-bits', '2,77'], '--prior-bits'), (['--task', 'cyclic3', '--prior-bits', '1,2'], '--prior-bits'),
-    (['--strength', '-1'], 'strength'), (['--width', '8', '--heads', '2', '--init', 'qk-svd'], 'width'), (['--lr', 'nan'], '--lr')])
+    (['--strength', '-1'], 'strength'), (['--width', '8', '--heads', '2', '--init', 'qk-svd'], 'width'), (['--lr', 'nan'], '--lr'),
+    (['--level', 'inf'], '--level'), (['--flip', '2'], '--flip'), (['--pos-std', '0', '--init', 'qk-svd'], 'qk-svd'),
+    (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, options, says):
     code, _, err = cli(*options, '--out', tmp_path)
     assert code == 2 and says in err[-1] and 'Traceback' not in '\n'.join(err)
@@ -518,6 +520,15 @@ def test_a_checkpoint_cut_in_half_is_one_line(tmp_path):
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
     code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
     assert code == 1 and len(err) == 1 and 'checkpoint.pt' in err[0]
+    (tmp_path / 'x' / 'config.json').write_text('{"settings": ')
+    code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
+    assert code == 1 and len(err) == 1 and 'config.json' in err[0]
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path):
+    (tmp_path / 'file').write_text('')
+    code, _, err = cli(*SMALL, '--out', tmp_path / 'file')
+    assert code == 1 and len(err) == 1 and 'file' in err[0]
 
 
 def test_a_save_that_dies_half_way_leaves_the_last_checkpoint(tmp_path, monkeypatch):

@@ -112,9 +112,14 @@ def parse(argv):
     if 'hole' in given:
         given['hole'] = given['hole'].strip()
     settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
-    for name in ('width', 'heads', 'layers', 'batch', 'steps', 'eval_every', 'lr', 'strength'):
+    for name in ('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'eval_every', 'lr', 'strength'):
         if not 0 < getattr(settings, name) < math.inf:
             raise UsageError(f'--{name.replace("_", "-")} must be positive and finite')
+    for name in ('level', 'pos_std', 'weight_decay'):
+        if not math.isfinite(getattr(settings, name)):
+            raise UsageError(f'--{name.replace("_", "-")} must be finite')
+    if not 0 <= settings.flip <= 1:
+        raise UsageError(f'--flip {settings.flip} is no share: from 0 to 1')
     if settings.width % settings.heads:
         raise UsageError(f'--width {settings.width} is not a multiple of --heads {settings.heads}')
     try:
@@ -134,17 +139,17 @@ def build(settings):
     if settings.flip:
         generator = torch.Generator().manual_seed(settings.seed)
         opened = opened ^ (torch.rand(opened.shape, generator=generator) < settings.flip).to(opened.device)
-    M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
-    if settings.per_head and M0.ndim == 2:
-        M0 = M0.expand(settings.heads, -1, -1)
     torch.manual_seed(settings.seed)
     model = maskprior.Transformer(**task.model, D=settings.width, H=settings.heads, L=settings.layers,
                                   pos_std=settings.pos_std, init_std=settings.init_std,
                                   sdpa=settings.sdpa).to(settings.device)
     try:
+        M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
+        if settings.per_head and M0.ndim == 2:
+            M0 = M0.expand(settings.heads, -1, -1)
         maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask)
-    except ValueError as error:
-        raise UsageError(f'--init {settings.init}: {error}') from None
+    except (ValueError, torch.linalg.LinAlgError) as error:
+        raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
     return task, model, M0
 
 
@@ -173,17 +178,21 @@ def write_json(path, content):
     write(path, lambda p: p.write_text(json.dumps(content, indent=1, allow_nan=False) + '\n'))
 
 
-def commit():
-    git = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude=*'], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
-    return git.stdout.strip() or None
-
-
-def load(path):
+def read(path, load):
+    """load(path), or one line that names the file: a half-written or foreign file raises almost anything."""
     try:
-        return torch.load(path, weights_only=True)
+        return load(path)
     except Exception as error:
         raise RunError(f'{path} can not be read ({type(error).__name__}): start over with --overwrite') from None
+
+
+def commit():
+    try:
+        git = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude=*'], cwd=Path(__file__).parent,
+                             capture_output=True, text=True)
+        return git.stdout.strip() or None
+    except OSError:                                                                # no git here
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -195,7 +204,7 @@ def train(settings, folder, task, model, M0):
     initial = maskprior.prior_weights(model)
     step, seconds, log = 0, 0., []
     if settings.resume and (folder / 'checkpoint.pt').exists():
-        saved = load(folder / 'checkpoint.pt')
+        saved = read(folder / 'checkpoint.pt', lambda p: torch.load(p, weights_only=True))
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         generator.set_state(saved['generator'])
@@ -251,7 +260,7 @@ def main(argv=None):
     folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
     describing = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('out', 'name', 'overwrite', 'resume')}
     if (folder / 'config.json').exists() and not settings.overwrite:
-        before = json.loads((folder / 'config.json').read_text())['settings']
+        before = read(folder / 'config.json', lambda p: json.loads(p.read_text())['settings'])
         changed = [k for k in describing if before.get(k) != describing[k]]
         if changed:
             raise UsageError(f'{folder} holds a run with another --{changed[0].replace("_", "-")} '
@@ -283,7 +292,7 @@ def report(result):
         numbers = [metrics.get(k) for k in ('accuracy', 'loss', 'prediction_unseen')]
         numbers += [metrics.get('fourier', {}).get(m) for m in monomials]
         rows.append((name, *('' if n is None else f'{n:{form}}' for n, form in zip(numbers, ['.2%', '.4f'] + ['+.2f'] * 9))))
-    for row in rows:
+    for row in rows[:None if paper else -1]:
         print(f'{row[0]:9}' + ''.join(f'{cell:>10}' for cell in row[1:]))
     fitted = 'fitted what it saw' if result['fitted'] else 'has NOT FITTED what it saw'
     print(f'{result["task"]} --init {result["init"]} --seed {result["seed"]} {fitted} (loss {result["loss_seen"]:.2g}); unseen '
@@ -296,5 +305,5 @@ if __name__ == '__main__':
         main()
     except UsageError as error:
         sys.exit(print(f'train.py: {error}', file=sys.stderr) or 2)
-    except RunError as error:
+    except (RunError, OSError) as error:
         sys.exit(print(f'train.py: {error}', file=sys.stderr) or 1)
