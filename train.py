@@ -52,7 +52,7 @@ class Settings:
     init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
     seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
     # the task and its prior
-    hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits', str)
+    hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits; default: README, tasks', str)
     prior_bits: list = setting(None, 'bits that the prior says interact, such as 2,3, instead of the right ones', bit_list)
     pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS)
     flip: float = setting(0., "share of the prior's entries that are flipped")
@@ -68,11 +68,11 @@ class Settings:
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
-    steps: int = setting(600, 'optimiser steps')
-    batch: int = setting(64, 'B, inputs in a step')
-    lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0')
-    warmup: int = setting(50, 'steps over which the learning rate rises linearly')
-    weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings')
+    steps: int = setting(600, 'optimiser steps; ours')
+    batch: int = setting(64, 'B, inputs in a step; ours')
+    lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0; ours')
+    warmup: int = setting(50, 'steps over which the learning rate rises linearly; ours')
+    weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings; ours')
     # the run
     eval_every: int = setting(100, 'steps between evaluations on everything')
     device: str = setting('cpu', 'cpu, cuda, ...')

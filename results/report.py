@@ -46,7 +46,8 @@ OUTCOME = ['accuracy %', 'unseen %', 'loss', 'on the hole', 'fitted', 'prior_tv'
 
 def boolean(results):
     rows = read(results / 'boolean')
-    yield '**Every arm, every task** (`bash run_all.sh boolean`)\n'
+    versions = sorted({(r['torch'], r['device']) for runs in rows.values() for _, r, _ in runs})
+    yield f'**Every arm, every task** (`bash run_all.sh boolean`; torch and device: {", ".join(map(" ".join, versions))})\n'
     def lines():
         for label, runs in sorted(rows.items(), key=order):
             task, init = label.split('-', 1)
@@ -55,18 +56,18 @@ def boolean(results):
                    ', loss '.join(f'{n:g}' for n in [100 * p['accuracy'], *([p['loss']] if 'loss' in p else [])]) if p else '']
     yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'], lines())
 
-    yield '**What training does to the prior**: relative change of each place, and prior_tv / unseen accuracy % over the steps\n'
-    steps = sorted({row['step'] for runs in rows.values() for _, _, log in runs for row in log})
-    shown = [s for s in steps if s in (0, 50, 100, 200, 400, 800, 1600, 3200)]
-    def curve(runs, step):
-        at = [row for _, _, log in runs for row in log if row['step'] == step]
-        return f'{mean(r["prior_tv"] for r in at):.2f} / {100 * mean(r["accuracy_unseen"] for r in at):.0f}' if at else ''
+    yield '**What training does to the prior**: relative change of M, W_Q, W_K, and prior_tv, unseen accuracy over the steps\n'
+    def curve(runs):
+        """prior_tv and unseen accuracy, means over the seeds, at the first three evaluations and the last."""
+        points = list(zip(*(log for _, _, log in runs)))                           # [evaluations][seeds]
+        return ' → '.join(f'step {rows[0]["step"]}: {mean(r["prior_tv"] for r in rows):.2f}, '
+                          f'{mean(r["accuracy_unseen"] for r in rows):.0%}' for rows in points[:3] + points[-1:])
     def lines():
         for label, runs in sorted(rows.items(), key=order):
-            task, init = label.split('-', 1)
-            change = [spread([r[f'change_{w}'] for _, r, _ in runs]) if f'change_{w}' in runs[0][1] else '' for w in ('M', 'W_Q', 'W_K')]
-            yield [task, init, *change, *(curve(runs, s) for s in shown)]
-    yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', *(f'step {s}' for s in shown)], lines())
+            change = [spread([r[f'change_{w}'] for _, r, _ in runs], 3) if f'change_{w}' in runs[0][1] else ''
+                      for w in ('M', 'W_Q', 'W_K')]
+            yield [*label.split('-', 1), *change, curve(runs)]
+    yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'], lines())
 
     for name, title in (('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'), ('ablation', 'Ablations on parity2')):
         yield f'**{title}**\n'
