@@ -152,14 +152,17 @@ def prior_matrix(opened, strength, level):
     """M0 from the interaction structure `opened` (bool, [N, N] or [H, N, N]; True: query i needs key j).
 
     `level` is M at the open pairs; `strength`, in nats, is how far below them the closed pairs' bias lies. The two are
-    separate choices because softmax sees only the strength, while the gradient carries sigmoid(-M): an entry at
-    level 4 moves 50 times slower than one at 0. strength = level = 4 gives M0 = +4 and -4.
+    separate choices because softmax sees only the strength, while the gradient carries sigmoid(-M): 28 times less at
+    level 4 than at 0. (SGD is slower by that; Adam rescales it away.) strength = level = 4 gives M0 = +4 and -4.
     """
     if not (0 < strength < math.inf and math.isfinite(level)):
         raise ValueError(f'the strength {strength} must be positive and finite, the level {level} finite')
     log_p = F.logsigmoid(torch.tensor(float(level), dtype=torch.float64)) - strength         # of the closed pairs
     closed = log_p - torch.log1p(-log_p.exp())                                               # logit(exp(log_p))
-    return torch.where(opened, float(level), closed.item()).float()
+    M0 = torch.where(opened, float(level), closed.item()).float()
+    if not M0.isfinite().all():
+        raise ValueError(f'the strength {strength} and level {level} give an M0 that is not finite in fp32')
+    return M0
 
 
 def target_attention(M0, allowed=None):
@@ -180,8 +183,8 @@ def init_qk_svd(model, M0, x):
     """Arm `qk-svd`: W_Q, W_K of every layer and head such that Xp W_Q (Xp W_K)^T / sqrt(d) is the closest rank-d matrix
     to the target logits, centred over each row (softmax ignores the rest). Frobenius error: the discarded singular values.
 
-    Xp [N, D] is the mean layer-normed input over the inputs x [B, N] (positional plus mean token embedding, at
-    layer 0). R is the right inverse of Xp, Xp R = I, that the tokens' deviation from Xp disturbs least (covariance C):
+    Xp [N, D] is the layer-normed input, averaged over the inputs x [B, N]: at layer 0 nearly that of the positional plus
+    mean token embedding. R is the right inverse of Xp, Xp R = I, that the tokens' deviation from Xp disturbs least (covariance C):
     R = C^-1 Xp^T (Xp C^-1 Xp^T)^-1. A plain pseudo-inverse (C = I) holds for the mean input alone: on real ones it starts at
     a prior_tv of 0.43, 0.06, 0.30 on parity2, maj3, cyclic3, this one below 0.003 (ours, measured). Needs D >= N.
     """
@@ -246,18 +249,21 @@ def init_arm(model, arm, M0, x, freeze=False):
 
 # ------------------------------------------------------------------------------------------------------------ measures
 
+def asking_rows(M0, allowed=None):
+    """bool [N] or [H, N]: the rows of M0 that ask for something; a constant row leaves the attention as it was."""
+    return (target_attention(M0, allowed) != target_attention(torch.zeros_like(M0), allowed)).any(-1)
+
+
 @torch.no_grad()
 def prior_tv(model, M0, x):
     """Total-variation distance in [0, 1] between the attention, averaged over the inputs x [B, N], and the target's.
 
-    Mean over layers, heads and the rows that the prior speaks of: a constant row of M0 asks nothing.
+    Mean over layers, heads and the rows that ask for something.
     """
     total = 0.
     for attn, X in layer_inputs(model, x):
-        target, nothing = (target_attention(M, attn.allowed) for M in (M0, torch.zeros_like(M0)))
-        tv = (attn.weights(X).mean(0) - target).abs().sum(-1) / 2                  # [H, N]
-        speaks = ((target - nothing).abs().amax(-1) > 1e-6).expand_as(tv)
-        total += tv[speaks].mean().item()
+        tv = (attn.weights(X).mean(0) - target_attention(M0, attn.allowed)).abs().sum(-1) / 2          # [H, N]
+        total += tv[asking_rows(M0, attn.allowed).expand_as(tv)].mean().item()
     return total / len(model.blocks)
 
 

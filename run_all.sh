@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command for each row of the README's tables:  bash run_all.sh [boolean] [theory]    (no argument: every section)
-# Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; the first failure
-# stops the script, names the run and is its exit code.
+# Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; at the first failure the
+# script names the run, starts no other and exits with non-zero.
 set -euo pipefail
 cd "$(dirname "$0")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} JOBS=${JOBS:-2} PYTHON=${PYTHON:-python}

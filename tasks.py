@@ -140,8 +140,8 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
     if bits is None and (prior_bits is not None or pattern != 'group'):
         raise UsageError(f'--prior-bits and --pattern are about a group of bits; the prior of {name} is made of windows')
     if prior_bits is not None:
-        if not prior_bits or not all(0 <= b < BITS for b in prior_bits):
-            raise UsageError(f'--prior-bits takes bits from 0 to {BITS - 1}')
+        if not all(0 <= b < BITS for b in prior_bits) or len(set(prior_bits)) < len(prior_bits):
+            raise UsageError(f'--prior-bits takes different bits from 0 to {BITS - 1}')
     x = cube(BITS).to(device)
     y = f(x)
     unseen = in_hole(x.cpu(), hole).to(device)

@@ -78,11 +78,14 @@ def test_sdpa_equals_the_explicit_softmax_in_value_and_gradient(shape):
 @pytest.mark.parametrize('sdpa', [False, True])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_gradient_of_odd_masks(sdpa, compiled, N=17):
-    """One token, transposed M, expanded M (stride 0), eager and compiled: the gradient is that of a plain copy."""
+    """One token, transposed M, expanded M (stride 0), eager and compiled: the gradient of softmax written out by hand."""
+    def by_hand(q, k, v, bias):
+        e = (q @ k.mT / q.shape[-1] ** 0.5 + bias).exp()
+        return e / e.sum(-1, keepdim=True) @ v
     function = torch.compile(attend) if compiled else attend
     for layout in (lambda M: M, lambda M: M.T, lambda M: M[:1].expand(N, N), lambda M: M[:1, :1]):
         grads = []
-        for path in (lambda q, k, v, b: attend(q, k, v, b), lambda q, k, v, b: function(q, k, v, b, sdpa)):
+        for path in (by_hand, lambda q, k, v, b: function(q, k, v, b, sdpa)):
             M = torch.randn(N, N, generator=torch.Generator().manual_seed(1)).requires_grad_()
             view = layout(M)
             q, k, v = qkv(N=view.shape[-1], dtype=torch.float32)
@@ -133,19 +136,19 @@ def test_a_causal_model_does_not_see_what_comes_next(arm, sdpa, N=6):
     maskprior.init_arm(model, arm, M0, x)
     changed = x.clone()
     changed[:, 3:] = (changed[:, 3:] + 1) % 7
-    before, after = ([X for _, X in maskprior.layer_inputs(model, t)] + [model.embed(t)] for t in (x, changed))
-    assert all(torch.equal(a[:, :3], b[:, :3]) for a, b in zip(before, after)) and not torch.equal(before[1], after[1])
+    before, after = model.embed(x), model.embed(changed)
+    for block in model.blocks:
+        before, after = block(before), block(after)
+        assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3:], after[:, 3:])
 
 
 def test_the_last_blocks_shortcut_equals_reading_the_class_token_of_all_rows():
     task, model, _ = tiny('mask')
-    fast = model(task.probe)
-    model.rows = slice(None)
-    *_, (attn, X) = maskprior.layer_inputs(model, task.probe)
-    block, x = model.blocks[-1], model.embed(task.probe)
-    for b in model.blocks:
-        x = b(x)
-    assert torch.allclose(fast, model.head(model.norm(x[:, 0])), atol=1e-5)
+    x = model.embed(task.probe)
+    for block in model.blocks:
+        x = block(x)
+    assert torch.allclose(model(task.probe), model.head(model.norm(x[:, 0])), atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- priors
@@ -206,7 +209,7 @@ def test_arms_of_a_seed_share_all_other_weights_and_all_batches(arm):
 def test_arms_hold_the_prior_before_training(arm):
     task, model, M0 = tiny(arm, '--pos-std', '0.2')
     fresh = task.batch(torch.Generator().manual_seed(1), 512)[0]                   # not the inputs it was fitted to
-    assert maskprior.prior_tv(model, M0, fresh) < 0.06 < 0.5 < maskprior.prior_tv(tiny()[1], M0, fresh)
+    assert maskprior.prior_tv(model, M0, fresh) < 0.05 < 0.5 < maskprior.prior_tv(tiny()[1], M0, fresh)
 
 
 def test_prior_tv_by_hand():
@@ -228,6 +231,22 @@ def test_frozen_mask_does_not_learn():
     for options, learns in (([], True), (['--freeze-mask'], False), (['--freeze-mask', 'false'], True)):
         _, model, _ = tiny('mask', *options)
         assert model.blocks[0].attn.M.requires_grad == learns
+
+
+def test_a_wrong_and_a_noisy_prior():
+    M0 = tiny('mask')[2]
+    wrong = tiny('mask', '--prior-bits', '2,3')[2]
+    assert (wrong > 0).nonzero().tolist() == [[i, j] for i in (0, 3, 4) for j in (3, 4)]
+    for seed in ('0', '1'):
+        flipped = (tiny('mask', '--flip', '0.2', '--seed', seed)[2] > 0) != (M0 > 0)
+        assert 25 < flipped.sum() < 80                                             # of 256; the mean is 51
+    assert torch.equal(tiny('mask', '--flip', '1')[2] > 0, M0 < 0)
+
+
+def test_learning_rate_by_hand():
+    settings = train.parse(['--steps', '100', '--warmup', '10', '--lr', '2'])
+    assert train.learning_rate(4, settings) == pytest.approx(1 * (1 + math.cos(math.pi * 0.04)) / 2)
+    assert train.learning_rate(50, settings) == pytest.approx(1) and train.learning_rate(99, settings) < 1e-3
 
 
 def test_per_head_mask_has_a_matrix_for_each_head():
@@ -454,6 +473,24 @@ def test_unparsable_arguments_exit_2(argv):
     assert e.value.code == 2
 
 
+def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
+    """Three steps: at step 0 nothing has moved; afterwards each part moves the attention, and no part is counted twice."""
+    monkeypatch.syspath_prepend(HERE / 'results')
+    import theory_training
+    monkeypatch.setattr(theory_training, 'OPTIMISERS', {'Adam': (1e-2, 3)})
+    monkeypatch.setattr(theory_training, 'ARMS', {'mask': '-'})
+    theory_training.main([], out=tmp_path)
+    log = json.loads((tmp_path / 'training.json').read_text())['runs']['Adam mask']
+    for part in ('M', 'QK', 'rest', 'all'):
+        (first, before), *_, (last, after) = log[f'moved by {part}']
+        assert (first, before, last) == (0, 0, 3) and after > 0
+    assert len(log['gradient M']) == 3 and log['prior_tv'][0][1] < 0.05
+    model = tiny('mask')[1]
+    names = [name for name, _ in model.named_parameters()]
+    owned = [n for ends in theory_training.PARTS.values() for n in names if n.endswith(ends)]
+    assert len(owned) == len(set(owned)) == 6
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 @pytest.mark.parametrize('options, says', [
@@ -464,10 +501,13 @@ def test_unparsable_arguments_exit_2(argv):
     (['--prior-bits', '2,77'], '--prior-bits'), (['--task', 'cyclic3', '--prior-bits', '1,2'], '--prior-bits'),
     (['--strength', '-1'], 'strength'), (['--width', '8', '--heads', '2', '--init', 'qk-svd'], 'width'), (['--lr', 'nan'], '--lr'),
     (['--level', 'inf'], '--level'), (['--flip', '2'], '--flip'), (['--pos-std', '0', '--init', 'qk-svd'], 'qk-svd'),
-    (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed')])
+    (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed'), (['--seed', '99999999999999999999'], '--seed'), (['--device', 'meta'], '--device'),
+    (['--level', '1e39'], 'finite'), (['--strength', '1e-9'], 'prior'), (['--pos-std', '-1'], '--pos-std'),
+    (['--prior-bits', '2,2'], '--prior-bits'), (['--init', 'default', '--freeze-mask'], '--freeze-mask'),
+    (['--overwrite', '--resume'], '--overwrite')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, options, says):
     code, _, err = cli(*options, '--out', tmp_path)
-    assert code == 2 and says in err[-1] and 'Traceback' not in '\n'.join(err)
+    assert code == 2 and len(err) == 1 and says in err[0]
     assert not list(tmp_path.rglob('result.json')) and not list(tmp_path.rglob('checkpoint.pt'))
 
 
@@ -487,6 +527,27 @@ def test_a_run_keeps_its_contract(tmp_path):
     assert code == 0 and 'finished' in out
     code, _, err = cli(*SMALL, '--out', tmp_path, '--lr', '0.1')                   # other settings: never mixed up
     assert code == 2 and '--lr' in err[-1]
+
+
+@pytest.mark.parametrize('damage', [
+    lambda run: (run / 'config.json').unlink(), lambda run: (run / 'config.json').write_text('{"settings": []}'),
+    lambda run: (run / 'result.json').write_text('{"accura')])
+def test_a_damaged_finished_run_is_named_and_kept(tmp_path, damage):
+    train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
+    damage(tmp_path / 'x')
+    before = {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}
+    code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
+    assert code == 1 and len(err) == 1 and str(tmp_path / 'x') in err[0]
+    assert before == {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}
+
+
+def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
+    train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
+    (tmp_path / 'x' / 'result.json').unlink()
+    for content in ([1], {'model': {}, 'optimiser': {}}):
+        torch.save(content, tmp_path / 'x' / 'checkpoint.pt')
+        code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
+        assert code == 1 and len(err) == 1 and 'checkpoint.pt' in err[0]
 
 
 def test_evaluating_more_often_changes_no_batch_and_no_weight(tmp_path):

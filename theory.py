@@ -451,10 +451,14 @@ def main(argv=None, out=Path(__file__).parent / 'results' / 'theory', **checks):
         for title, columns, rows in parts]}
     last = (f"{len(failed)} failed. {record['seconds']} s on {args.device}, torch {torch.__version__}, "
             f'--draws {args.draws} --seed {args.seed}')
-    print(table(parts), last, sep="\n")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
-    (out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    print(table(parts), last, sep='\n')
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
+        (out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
+    except OSError as e:
+        print(f'theory.py: not recorded: {e}', file=sys.stderr)
+        return 1
     return 1 if failed else 0
 
 

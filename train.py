@@ -57,7 +57,7 @@ class Settings:
     pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS)
     flip: float = setting(0., "share of the prior's entries that are flipped")
     strength: float = setting(6., 'nats by which the prior puts closed pairs below open ones; ours')
-    level: float = setting(4., 'M at the open pairs; the higher, the stiffer; ours')
+    level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
     freeze_mask: bool = setting(False, 'M does not learn')
     # the model
@@ -101,6 +101,9 @@ def parse(argv):
         if f.metadata['type'] is bool:
             kwargs.update(type=true_or_false, nargs='?', const=True, metavar='true|false')
         parser.add_argument('--' + f.name.replace('_', '-'), **kwargs)
+    def refuse(message):
+        raise UsageError(message)
+    parser.error = refuse                                                          # one line, without the usage
     # argparse would take the hole -- for the end of the options, and -+ for an option: a space before it hides that.
     argv = list(argv)
     for i, arg in enumerate(argv):
@@ -112,19 +115,24 @@ def parse(argv):
     if 'hole' in given:
         given['hole'] = given['hole'].strip()
     settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
-    for name in ('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'eval_every', 'lr', 'strength'):
-        if not 0 < getattr(settings, name) < math.inf:
-            raise UsageError(f'--{name.replace("_", "-")} must be positive and finite')
-    for name in ('level', 'pos_std', 'weight_decay'):
-        if not math.isfinite(getattr(settings, name)):
-            raise UsageError(f'--{name.replace("_", "-")} must be finite')
-    if not 0 <= settings.flip <= 1:
-        raise UsageError(f'--flip {settings.flip} is no share: from 0 to 1')
+    for names, fine, must in (
+            (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'eval_every', 'lr', 'strength'),
+             lambda n: 0 < n < math.inf, 'positive and finite'),
+            (('pos_std', 'warmup', 'weight_decay'), lambda n: 0 <= n < math.inf, 'at least 0 and finite'),
+            (('flip',), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
+            (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
+        for name in names:
+            if not fine(getattr(settings, name)):
+                raise UsageError(f'--{name.replace("_", "-")} {getattr(settings, name)} must be {must}')
+    if settings.freeze_mask and settings.init != 'mask':
+        raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
+    if settings.overwrite and settings.resume:
+        raise UsageError('--overwrite starts over and --resume goes on: choose one')
     if settings.width % settings.heads:
         raise UsageError(f'--width {settings.width} is not a multiple of --heads {settings.heads}')
     try:
-        torch.zeros(1, device=settings.device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=settings.device).item()
+    except Exception as error:                                                     # each kind of device has its own
         raise UsageError(f'--device {settings.device}: {str(error).splitlines()[0]}') from None
     return settings
 
@@ -147,6 +155,8 @@ def build(settings):
         M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
         if settings.per_head and M0.ndim == 2:
             M0 = M0.expand(settings.heads, -1, -1)
+        if not maskprior.asking_rows(M0).any():
+            raise ValueError('it puts no pair of tokens above another')
         maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask)
     except (ValueError, torch.linalg.LinAlgError) as error:
         raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
@@ -169,9 +179,14 @@ def learning_rate(step, settings):
 
 def write(path, save):
     """Atomic: save(temporary path), then rename. Whoever reads `path` finds the old file or the new one, whole."""
-    temporary = path.with_name(path.name + '.tmp')
-    save(temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    try:
+        save(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:                                       # torch.save: RuntimeError on a full disk
+        raise RunError(f'{path} can not be written: {str(error).splitlines()[0]}') from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path, content):
@@ -203,12 +218,20 @@ def train(settings, folder, task, model, M0):
     generator = torch.Generator().manual_seed(settings.seed)                       # of the batches, and nothing else
     initial = maskprior.prior_weights(model)
     step, seconds, log = 0, 0., []
-    if settings.resume and (folder / 'checkpoint.pt').exists():
-        saved = read(folder / 'checkpoint.pt', lambda p: torch.load(p, weights_only=True))
+    def write_log():
+        lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
+        write(folder / 'log.jsonl', lambda p: p.write_text(lines))
+
+    def restore(path):
+        saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         generator.set_state(saved['generator'])
-        step, seconds, log = saved['step'], saved['seconds'], saved['log']
+        return saved['step'], saved['seconds'], saved['log']
+
+    if settings.resume and (folder / 'checkpoint.pt').exists():
+        step, seconds, log = read(folder / 'checkpoint.pt', restore)
+        write_log()
 
     def evaluate():
         model.eval()
@@ -223,7 +246,7 @@ def train(settings, folder, task, model, M0):
         if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
             raise RunError(f'diverged: a metric is not finite at step {step}; try a lower --lr than {settings.lr:g}')
         log.append(row)
-        write(folder / 'log.jsonl', lambda p: p.write_text(''.join(json.dumps(r, allow_nan=False) + '\n' for r in log)))
+        write_log()
         write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
                  step=step, seconds=seconds, log=log), p))
@@ -259,13 +282,14 @@ def main(argv=None):
     settings = parse(argv)
     folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
     describing = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('out', 'name', 'overwrite', 'resume')}
-    if (folder / 'config.json').exists() and not settings.overwrite:
-        before = read(folder / 'config.json', lambda p: json.loads(p.read_text())['settings'])
-        changed = [k for k in describing if before.get(k) != describing[k]]
-        if changed:
-            raise UsageError(f'{folder} holds a run with another --{changed[0].replace("_", "-")} '
-                             f'({before.get(changed[0])}): choose a --name, or --overwrite it')
+    if not settings.overwrite and any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
+        before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
+        for name, value in describing.items():
+            if before.get(name, getattr(Settings, name)) != value:
+                raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
+                                 f'{value}): choose a --name, or --overwrite it')
         if (folder / 'result.json').exists():
+            read(folder / 'result.json', lambda p: json.loads(p.read_text())['accuracy'])
             print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
             return
         if not settings.resume:
@@ -300,10 +324,23 @@ def report(result):
           f'{result["seconds"]:.0f} s')
 
 
-if __name__ == '__main__':
+def command(main, script):
+    """Runs main(); its refusals become one line on stderr and the exit code: 2 bad arguments, 1 anything that failed."""
     try:
-        main()
+        return main()
     except UsageError as error:
-        sys.exit(print(f'train.py: {error}', file=sys.stderr) or 2)
+        code, says = 2, error
     except (RunError, OSError) as error:
-        sys.exit(print(f'train.py: {error}', file=sys.stderr) or 1)
+        code, says = 1, error
+    except KeyboardInterrupt:
+        code, says = 1, 'interrupted; --resume goes on from the last evaluation'
+    except RuntimeError as error:
+        if 'memory' not in str(error):                                             # a bug keeps its traceback
+            raise
+        code, says = 1, str(error).splitlines()[0]
+    print(f'{script}: {says}', file=sys.stderr)
+    return code
+
+
+if __name__ == '__main__':
+    sys.exit(command(main, 'train.py'))

@@ -127,14 +127,14 @@ def main(argv=None, out=Path(__file__).resolve().parent / 'theory'):
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args(argv)
     logs = {(o, arm): run(o, arm, args.seed, args.device) for o in OPTIMISERS for arm in ARMS}
-    text = table([(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)])
-    print(text)
+    parts = [(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)]
+    print(table(parts))
     out.mkdir(parents=True, exist_ok=True)
-    (out / 'training.md').write_text(text + "\n")
+    (out / 'training.md').write_text(table(parts, bar='\\|') + '\n')
     (out / 'training.json').write_text(json.dumps({**vars(args), 'torch': torch.__version__,
-                                                   'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + "\n")
+                                                   'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + '\n')
     figure(logs, out / 'training.png')
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(train.command(main, 'theory_training.py'))
