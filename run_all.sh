@@ -36,14 +36,13 @@ boolean() {
             for pattern in group cross sink chain split; do
                 row mask-$pattern --init mask --pattern $pattern
             done
-            row mask-group-strength-12 --init mask --strength 12
-            row mask-group-4-layers --init mask --layers 4
-            row mask-chain-4-layers --init mask --pattern chain --layers 4
+            row mask-group-strength-16 --init mask --strength 16
+            row mask-chain-6-layers --init mask --pattern chain --layers 6
             # Ablations on parity2's own hole
             row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
             row frozen --init mask --freeze-mask
             row per-head --init mask --per-head
-            for strength in 1 2 4 8; do
+            for strength in 1 2 4; do
                 row strength-$strength --init mask --strength $strength
             done
             for level in -4 0 8; do
@@ -58,7 +57,11 @@ boolean() {
             # How far do the arms depend on the setting?
             for init in qk-svd qk-opt mask; do
                 row $init-init-std-0.07 --init $init --init-std 0.07
-                row $init-pos-std-0.3 --init $init --pos-std 0.3
+                row $init-2-layers --init $init --layers 2
+                row $init-strength-6 --init $init --strength 6
+            done
+            for init in qk-opt mask; do
+                row $init-pos-std-0.02-batch-256 --init $init --layers 2 --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
             done
             row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 3000
         done

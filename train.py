@@ -56,15 +56,15 @@ class Settings:
     prior_bits: list = setting(None, 'bits that the prior says interact, such as 2,3, instead of the right ones', bit_list)
     pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS)
     flip: float = setting(0., "share of the prior's entries that are flipped")
-    strength: float = setting(6., 'nats by which the prior puts closed pairs below open ones; ours')
+    strength: float = setting(8., 'nats by which the prior puts closed pairs below open ones; ours')
     level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
     freeze_mask: bool = setting(False, 'M does not learn')
     # the model
     width: int = setting(64, 'D; ours')
     heads: int = setting(4, 'H; ours')
-    layers: int = setting(2, 'L; ours')
-    pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
+    layers: int = setting(3, 'L; ours')
+    pos_std: float = setting(0.2, 'standard deviation of the positional embedding (token embedding: 1); ours')
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
@@ -84,8 +84,9 @@ class Settings:
 
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(pos_std=1.3, init_std=0.05, strength=4.),
-    'cyclic3': dict(pos_std=0.5, steps=1000, eval_every=250),
-    'parity3': dict(steps=1200, eval_every=200),
+    'cyclic3': dict(layers=2, pos_std=0.5, strength=6., steps=1000, eval_every=250),
+    'parity3': dict(layers=2, pos_std=0.1, strength=6., steps=1200, eval_every=200),
+    'diff2': dict(layers=2, pos_std=0.1, strength=6.),
 }
 
 
