@@ -65,6 +65,12 @@ boolean() {
             done
             row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 3000
         done
+        # Seeds that no setting was chosen by
+        for seed in 10 11 12 13 14; do
+            for task in parity2 maj3; do
+                echo "--task $task --init mask --seed $seed --eval-every 300 --out $out/fresh"
+            done
+        done
         # The default, ten times as long
         echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
     } | runs

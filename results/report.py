@@ -69,7 +69,9 @@ def boolean(results):
             yield [*label.split('-', 1), *change, curve(runs)]
     yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'], lines())
 
-    for name, title in (('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'), ('ablation', 'Ablations on parity2')):
+    for name, title in (('fresh', 'The mask on five seeds that no setting was chosen by'),
+                        ('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'),
+                        ('ablation', 'Ablations on parity2; whatever the name does not say is as above')):
         yield f'**{title}**\n'
         yield from table(['run', *OUTCOME], ([label, *outcome(runs)] for label, runs in read(results / 'boolean' / name).items()))
 
