@@ -29,7 +29,7 @@ boolean() {
                 done
             done
         done
-        for seed in 0 1 2; do
+        for seed in 0 1; do
             # parity2 on the hole (-,-): who may see whom, per head or not
             row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
             row default --init default
@@ -57,11 +57,11 @@ boolean() {
             # How far do the arms depend on the setting?
             for init in qk-svd qk-opt mask; do
                 row $init-init-std-0.07 --init $init --init-std 0.07
-                row $init-2-layers --init $init --layers 2
+                row $init-3-layers-pos-std-0.2 --init $init --layers 3 --pos-std 0.2
                 row $init-strength-6 --init $init --strength 6
             done
             for init in qk-opt mask; do
-                row $init-pos-std-0.02-batch-256 --init $init --layers 2 --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
+                row $init-pos-std-0.02-batch-256 --init $init --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
             done
             row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 3000
         done

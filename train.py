@@ -63,8 +63,8 @@ class Settings:
     # the model
     width: int = setting(64, 'D; ours')
     heads: int = setting(4, 'H; ours')
-    layers: int = setting(3, 'L; ours')
-    pos_std: float = setting(0.2, 'standard deviation of the positional embedding (token embedding: 1); ours')
+    layers: int = setting(2, 'L; ours')
+    pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
@@ -83,10 +83,10 @@ class Settings:
 
 
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
-    'maj3': dict(pos_std=1.3, init_std=0.05, strength=4.),
-    'cyclic3': dict(layers=2, pos_std=0.5, strength=6., steps=1000, eval_every=250),
-    'parity3': dict(layers=2, pos_std=0.1, strength=6., steps=1200, eval_every=200),
-    'diff2': dict(layers=2, pos_std=0.1, strength=6.),
+    'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4.),
+    'cyclic3': dict(pos_std=0.5, strength=6., steps=1000, eval_every=250),
+    'parity3': dict(strength=6., steps=1200, eval_every=200),
+    'diff2': dict(strength=6.),
 }
 
 
