@@ -31,7 +31,7 @@ boolean() {
         done
         for seed in 0 1; do
             # parity2 on the hole (-,-): who may see whom, per head or not
-            row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
+            row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
             row default --init default
             for pattern in group cross sink chain split; do
                 row mask-$pattern --init mask --pattern $pattern
@@ -39,7 +39,7 @@ boolean() {
             row mask-group-strength-16 --init mask --strength 16
             row mask-chain-6-layers --init mask --pattern chain --layers 6
             # Ablations on parity2's own hole
-            row() { echo "--task parity2 --eval-every 300 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
+            row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
             row frozen --init mask --freeze-mask
             row per-head --init mask --per-head
             for strength in 1 2 4; do
@@ -63,12 +63,12 @@ boolean() {
             for init in qk-opt mask; do
                 row $init-pos-std-0.02-batch-256 --init $init --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
             done
-            row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 3000
+            row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 5000
         done
         # Seeds that no setting was chosen by
         for seed in 10 11 12 13 14; do
             for task in parity2 maj3; do
-                echo "--task $task --init mask --seed $seed --eval-every 300 --out $out/fresh"
+                echo "--task $task --init mask --seed $seed --eval-every 500 --out $out/fresh"
             done
         done
         # The default, ten times as long

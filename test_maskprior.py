@@ -631,7 +631,7 @@ def test_the_readmes_first_run_extrapolates(tmp_path):
     """README: parity2 with the mask is right on the whole cube; the default fits as well and is wrong on the hole."""
     results = {}
     for init in ('mask', 'default'):
-        train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '600'])
+        train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '1000'])
         results[init] = json.loads((tmp_path / f'parity2-{init}-s0' / 'result.json').read_text())
     mask, default = results['mask'], results['default']
     assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029 and mask['seconds'] < 60

@@ -68,13 +68,13 @@ class Settings:
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
-    steps: int = setting(600, 'optimiser steps; ours')
+    steps: int = setting(1000, 'optimiser steps; ours')
     batch: int = setting(64, 'B, inputs in a step; ours')
     lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0; ours')
     warmup: int = setting(50, 'steps over which the learning rate rises linearly; ours')
     weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings; ours')
     # the run
-    eval_every: int = setting(100, 'steps between evaluations on everything')
+    eval_every: int = setting(200, 'steps between evaluations on everything')
     device: str = setting('cpu', 'cpu, cuda, ...')
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
@@ -83,10 +83,10 @@ class Settings:
 
 
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
-    'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4.),
-    'cyclic3': dict(pos_std=0.5, strength=6., steps=1000, eval_every=250),
-    'parity3': dict(strength=6., steps=1200, eval_every=200),
-    'diff2': dict(strength=6.),
+    'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
+    'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
+    'parity3': dict(strength=6., steps=1200),
+    'diff2': dict(strength=6., steps=600, eval_every=100),
 }
 
 

@@ -20,7 +20,7 @@ import train
 from maskprior import layer_inputs, prior_tv, prior_weights, relative_change
 from theory import diam, table, tv
 
-OPTIMISERS = {'SGD': (0.03, 2000), 'Adam': (0.001, 600)}  # learning rate, steps; SGD diverges at 0.1 (measured)
+OPTIMISERS = {'SGD': (0.03, 2000), 'Adam': (0.001, 1000)}  # learning rate, steps; SGD diverges at 0.1 (measured)
 ARMS = {'mask': '-', 'qk-svd': '--', 'qk-opt': ':'}  # line style in the figure
 WEIGHTS = {'M': 'attn.M', 'W_Q': 'attn.q.weight', 'W_K': 'attn.k.weight'}
 PARTS = {'M': ('attn.M',), 'QK': ('attn.q.weight', 'attn.k.weight')}
