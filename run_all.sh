@@ -63,7 +63,7 @@ boolean() {
             for init in qk-opt mask; do
                 row $init-pos-std-0.02-batch-256 --init $init --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
             done
-            row qk-opt-10x-steps --init qk-opt --steps 6000 --eval-every 5000
+            row qk-opt-10x-steps --init qk-opt --steps 10000 --eval-every 5000
         done
         # Seeds that no setting was chosen by
         for seed in 10 11 12 13 14; do
