@@ -29,6 +29,14 @@ boolean() {
                 done
             done
         done
+        # Seeds that no setting was chosen by
+        for seed in 10 11 12 13 14; do
+            for task in parity2 maj3; do
+                echo "--task $task --init mask --seed $seed --eval-every 500 --out $out/fresh"
+            done
+        done
+        # The default, ten times as long
+        echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
         for seed in 0 1; do
             # parity2 on the hole (-,-): who may see whom, per head or not
             row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
@@ -65,14 +73,6 @@ boolean() {
             done
             row qk-opt-10x-steps --init qk-opt --steps 10000 --eval-every 5000
         done
-        # Seeds that no setting was chosen by
-        for seed in 10 11 12 13 14; do
-            for task in parity2 maj3; do
-                echo "--task $task --init mask --seed $seed --eval-every 500 --out $out/fresh"
-            done
-        done
-        # The default, ten times as long
-        echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
     } | runs
     "$PYTHON" results/report.py
 }
