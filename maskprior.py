@@ -157,11 +157,12 @@ def prior_matrix(opened, strength, level):
     """
     if not (0 < strength < math.inf and math.isfinite(level)):
         raise ValueError(f'the strength {strength} must be positive and finite, the level {level} finite')
-    log_p = F.logsigmoid(torch.tensor(float(level), dtype=torch.float64)) - strength         # of the closed pairs
+    level = torch.tensor(float(level), dtype=torch.float64, device=opened.device)
+    log_p = F.logsigmoid(level) - strength                                                   # of the closed pairs
     closed = log_p - torch.log1p(-log_p.exp())                                               # logit(exp(log_p))
-    M0 = torch.where(opened, float(level), closed.item()).float()
+    M0 = torch.where(opened, level, closed).float()
     if not M0.isfinite().all():
-        raise ValueError(f'the strength {strength} and level {level} give an M0 that is not finite in fp32')
+        raise ValueError(f'the strength {strength} and level {level:g} give an M0 that is not finite in fp32')
     return M0
 
 

@@ -500,7 +500,7 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--device', 'cuda' if not torch.cuda.is_available() else 'cuda:99'], '--device'), (['--freeze-mask', 'perhaps'], 'perhaps'),
     (['--prior-bits', '2,77'], '--prior-bits'), (['--task', 'cyclic3', '--prior-bits', '1,2'], '--prior-bits'),
     (['--strength', '-1'], 'strength'), (['--width', '8', '--heads', '2', '--init', 'qk-svd'], 'width'), (['--lr', 'nan'], '--lr'),
-    (['--level', 'inf'], '--level'), (['--flip', '2'], '--flip'), (['--pos-std', '0', '--init', 'qk-svd'], 'qk-svd'),
+    (['--level', 'inf'], 'level'), (['--flip', '2'], '--flip'), (['--pos-std', '0', '--init', 'qk-svd'], 'qk-svd'),
     (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed'), (['--seed', '99999999999999999999'], '--seed'), (['--device', 'meta'], '--device'),
     (['--level', '1e39'], 'finite'), (['--strength', '1e-9'], 'prior'), (['--pos-std', '-1'], '--pos-std'),
     (['--prior-bits', '2,2'], '--prior-bits'), (['--init', 'default', '--freeze-mask'], '--freeze-mask'),
