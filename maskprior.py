@@ -187,7 +187,7 @@ def init_qk_svd(model, M0, x):
     Xp [N, D] is the layer-normed input, averaged over the inputs x [B, N]: at layer 0 nearly that of the positional plus
     mean token embedding. R is the right inverse of Xp, Xp R = I, that the tokens' deviation from Xp disturbs least (covariance C):
     R = C^-1 Xp^T (Xp C^-1 Xp^T)^-1. A plain pseudo-inverse (C = I) holds for the mean input alone: on real ones it starts at
-    a prior_tv of 0.43, 0.06, 0.30 on parity2, maj3, cyclic3, this one below 0.003 (ours, measured). Needs D >= N.
+    a prior_tv of 0.42, 0.01, 0.30 on parity2, maj3, cyclic3, this one below 0.003 (ours, measured). Needs D >= N.
     """
     for attn, X in layer_inputs(model, x):
         X = X.double()
