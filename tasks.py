@@ -2,7 +2,6 @@
 
 A `Task` is all that train.py needs; one function makes each. Shape letters as in maskprior.py.
 """
-import math
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Callable

@@ -11,6 +11,7 @@ from statistics import mean, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tasks import BOOLEAN, PAPER
 
+
 def read(folder):
     """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`."""
     rows = defaultdict(list)

@@ -23,7 +23,7 @@ from theory import diam, table, tv
 OPTIMISERS = {'SGD': (0.03, 2000), 'Adam': (0.001, 1000)}  # learning rate, steps; SGD diverges at 0.1 (measured)
 ARMS = {'mask': '-', 'qk-svd': '--', 'qk-opt': ':'}  # line style in the figure
 WEIGHTS = {'M': 'attn.M', 'W_Q': 'attn.q.weight', 'W_K': 'attn.k.weight'}
-PARTS = {'M': ('attn.M',), 'QK': ('attn.q.weight', 'attn.k.weight')}
+PARTS = {'M': (WEIGHTS['M'],), 'QK': (WEIGHTS['W_Q'], WEIGHTS['W_K'])}
 
 
 @torch.no_grad()
