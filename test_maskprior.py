@@ -128,19 +128,15 @@ def test_a_row_with_no_open_key_is_refused():
 @pytest.mark.parametrize('sdpa', [False, True])
 def test_a_causal_model_does_not_see_what_comes_next(arm, sdpa, N=6):
     torch.manual_seed(0)
-    model = maskprior.Transformer(vocab=7, N=N, outputs=3, D=16, H=2, sdpa=sdpa)
-    for block in model.blocks:
-        block.attn.allowed = torch.ones(N, N).tril().bool()
+    model = maskprior.Transformer(vocab=7, N=N, outputs=3, D=16, H=2, pool=False, causal=True, sdpa=sdpa)
     x = torch.randint(7, (4, N))
     M0 = prior_matrix(torch.eye(N).bool(), 2, 2)
     maskprior.init_arm(model, arm, M0, x)
     changed = x.clone()
     changed[:, 3:] = (changed[:, 3:] + 1) % 7
-    before, after = model.embed(x), model.embed(changed)
-    for block in model.blocks:
-        before, after = block(before), block(after)
-        assert torch.equal(before[:, :3], after[:, :3])
-    assert not torch.equal(before[:, 3:], after[:, 3:])
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :3], after[:, :3]) and not torch.equal(before[:, 3:], after[:, 3:])
+    assert torch.allclose(model(x[:, :4]), before[:, :4], atol=1e-6)               # a shorter text is the same model
 
 
 def test_the_last_blocks_shortcut_equals_reading_the_class_token_of_all_rows():
@@ -349,6 +345,135 @@ def test_training_never_sees_the_hole():
     assert torch.equal(bits[:, :3].sum(1).sign().float(), y) and len(x.unique(dim=0)) > 12000
 
 
+# ---------------------------------------------------------------------------------------------------------- arithmetic
+
+def text(ids):
+    return [''.join(tasks.VOCAB[t] for t in row) for row in ids]
+
+
+def test_arithmetic_texts_by_hand():
+    a, b = torch.tensor([7, 999]), torch.tensor([5, 999])
+    assert text(tasks.arithmetic_text(a, b, '+', 3, 'msb')) == ['007+005=0012', '999+999=1998']
+    assert text(tasks.arithmetic_text(a, b, '+', 3)) == ['007+005=2100', '999+999=8991']
+    assert text(tasks.arithmetic_text(a, b, '*', 3, 'msb')) == ['007*005=000035', '999*999=998001']
+    assert text(tasks.arithmetic_text(a, b, '*', 3)) == ['007*005=530000', '999*999=100899']
+
+
+def needs(opened, layout):
+    """{(head, token): the tokens it needs} by name, without the rows that ask nothing."""
+    return {(h, layout[i]): ' '.join(layout[j] for j in row.nonzero()[:, 0])
+            for h, head in enumerate(opened) for i, row in enumerate(head) if row.any()}
+
+
+def test_the_priors_rows_by_hand():
+    # '=' emits the first digit that is written, and each digit's row the next one
+    layout = 'a2 a1 a0 + b2 b1 b0 = c0 c1 c2'.split()
+    digits = {'=': 'a0 b0', 'c0': 'a1 b1', 'c1': 'a2 b2', 'c2': 'c2'}
+    carry = {'=': '=', 'c0': '= c0', 'c1': 'c0 c1', 'c2': 'c1 c2'}
+    add3 = {(h, row): key for h in range(3) for row, key in digits.items()}
+    assert needs(tasks.arithmetic_structure('+', 3, 4), layout) == add3 | {(3, row): key for row, key in carry.items()}
+    assert needs(tasks.arithmetic_structure('+', 3, 4, without='carry'), layout) == add3
+    layout = 'a1 a0 + b1 b0 = c2 c1'.split()                                       # most significant digit first
+    assert needs(tasks.arithmetic_structure('+', 2, 2, 'msb'), layout) == {
+        (0, '='): '=', (0, 'c2'): 'a1 b1', (0, 'c1'): 'a0 b0', (1, '='): 'a1 a0 b1 b0', (1, 'c2'): 'a0 b0', (1, 'c1'): 'c1'}
+
+    layout = 'a2 a1 a0 * b2 b1 b0 = c0 c1 c2 c3 c4'.split()
+    products = {(h, f'b{j}'): f'a{h} b{j}' for h in range(3) for j in range(3)}
+    sums = {(0, '='): 'a0 b0', (0, 'c0'): 'a0 b1', (0, 'c1'): 'a0 b2', (0, 'c2'): 'c2', (0, 'c3'): 'c3', (0, 'c4'): 'c4',
+            (1, '='): '=', (1, 'c0'): 'a1 b0', (1, 'c1'): 'a1 b1', (1, 'c2'): 'a1 b2', (1, 'c3'): 'c3', (1, 'c4'): 'c4',
+            (2, '='): '=', (2, 'c0'): 'c0', (2, 'c1'): 'a2 b0', (2, 'c2'): 'a2 b1', (2, 'c3'): 'a2 b2', (2, 'c4'): 'c4'}
+    carry = {(3, '='): '=', (3, 'c0'): '= c0', (3, 'c1'): 'c0 c1', (3, 'c2'): 'c1 c2', (3, 'c3'): 'c2 c3', (3, 'c4'): 'c3 c4'}
+    assert needs(tasks.arithmetic_structure('*', 3, 4), layout) == products | sums | carry
+    assert needs(tasks.arithmetic_structure('*', 3, 4, without='products'), layout) == sums | carry
+    shared = tasks.arithmetic('mul3', 0.001, per_head=False).opened                # the union over the heads
+    assert needs(shared[None], layout)[0, 'c1'] == 'a2 a1 a0 b2 b1 b0 c0 c1' and needs(shared[None], layout)[0, 'b1'] == 'a2 a1 a0 b1'
+
+
+@pytest.mark.parametrize('sign, n', [('+', 3), ('+', 5), ('*', 3)])
+@pytest.mark.parametrize('order', ['lsb', 'msb'])
+def test_what_the_prior_opens_is_enough_for_the_answer(sign, n, order):
+    """Through 4 layers a row reaches every digit that its answer digit depends on, and no row looks at a later token."""
+    opened = tasks.arithmetic_structure(sign, n, n + 1, order)
+    N = opened.shape[1]
+    assert not (opened & ~torch.ones(N, N).tril().bool()).any()
+    reach = (opened.any(0) | torch.eye(N).bool()).float()
+    reach = torch.linalg.matrix_power(reach, 4) > 0
+    answers = N - 2 * n - 1
+    for row in range(2 * n + 1, N):
+        k = row - 2 * n - 1 if order == 'lsb' else N - 1 - row
+        for i in range(min(k, n - 1) + 1):
+            if order == 'msb' or i > k - 4:                                        # lsb: c_(k-1) stands for what is further below
+                assert reach[row, n - 1 - i] and reach[row, 2 * n - i], f'row {row} of {answers} answer digits, digit {i}'
+
+
+@pytest.mark.parametrize('frac', [0.03, 0.3, 0.7])
+def test_split_is_exact_and_no_test_pair_is_a_training_pair_exchanged(frac):
+    for n in (1, 2, 3):
+        train_pairs, test_pairs = tasks.arithmetic_split(n, frac, seed=0)
+        seen, unseen = ({tuple(p) for p in pairs.tolist()} for pairs in (train_pairs, test_pairs))
+        assert len(seen) == len(train_pairs) == round(frac * 100 ** n) and len(unseen) == len(test_pairs) <= 10_000
+        assert not seen & unseen and not seen & {(b, a) for a, b in unseen}
+        if n == 1:                                                                 # few enough that all the rest is tested
+            assert unseen == {(a, b) for a in range(10) for b in range(10)} - seen - {(b, a) for a, b in seen}
+        assert max(max(p) for p in seen | unseen) < 10 ** n
+    assert not torch.equal(train_pairs, tasks.arithmetic_split(n, frac, seed=1)[0])
+
+
+class School:
+    """Predicts from the question and the digits written so far; `spoil` gets the last digit wrong."""
+    def __init__(self, sign, n, spoil=False):
+        self.sign, self.n, self.spoil, self.seen = sign, n, spoil, []
+
+    def __call__(self, x):
+        n, first = self.n, 2 * self.n + 2
+        self.seen.append(x.shape[1])
+        power = 10 ** torch.arange(n - 1, -1, -1)
+        answer = tasks.arithmetic_text((x[:, :n] * power).sum(1), (x[:, n + 1:first - 1] * power).sum(1), self.sign, n)[:, first:]
+        if self.spoil:
+            answer[:, -1] = (answer[:, -1] + 1) % 10
+        return F.one_hot(answer[:, :x.shape[1] - first + 1], len(tasks.VOCAB)).float()
+
+
+def test_evaluation_is_greedy_and_counts_whole_answers():
+    task = tasks.arithmetic('add3', 0.0001)
+    right, spoilt = School('+', 3), School('+', 3, spoil=True)
+    metrics = task.evaluate(right)
+    assert metrics['sequence_accuracy'] == metrics['digit_accuracy'] == metrics['sequence_accuracy_seen'] == 1
+    assert not metrics['wrong'] and set(right.seen[:4]) == {8, 9, 10, 11}         # no call holds a digit it didn't write itself
+    metrics = task.evaluate(spoilt)
+    assert metrics['sequence_accuracy'] == 0 and metrics['digit_accuracy'] == 0.75
+    assert metrics['accuracy_of_digit'] == [1, 1, 1, 0] and len(metrics['wrong']) == 5
+    question, answered = metrics['wrong'][0].split(', answered ')
+    question, truth = question.split('=')
+    assert sum(map(int, question.split('+'))) == int(truth) == int(answered) - 1000
+
+
+def test_garbage_in_the_answers_of_the_evaluation_changes_no_prediction(monkeypatch):
+    """Case 20: what stands where the answer's digits will come is never looked at, so only the score changes."""
+    task, model, _ = train.build(train.parse(['--task', 'add3', '--frac', '0.0001', '--width', '16']))
+    def calls(task):
+        seen = []
+        with torch.no_grad():
+            task.evaluate(lambda x: seen.append(model(x).argmax(-1)) or model(x))
+        return [s for s in seen if len(s) == 2000]
+    before = calls(task)
+    real = tasks.arithmetic_text
+    monkeypatch.setattr(tasks, 'arithmetic_text', lambda a, b, *rest: real(a, b, *rest)[:, :8].repeat(1, 2)[:, :12])
+    after = calls(tasks.arithmetic('add3', 0.0001))
+    assert len(before) == 20 and all(torch.equal(x, y) for x, y in zip(before, after))
+
+
+def test_arithmetic_batches_are_training_pairs_and_the_loss_is_the_answers():
+    task = tasks.arithmetic('mul3', 0.0001)
+    x, y = task.batch(torch.Generator().manual_seed(0), 500)
+    pairs = {''.join(t) for t in text(torch.cat([x, y[:, -1:]], 1))}
+    all_pairs = set(text(tasks.arithmetic_text(*tasks.arithmetic_split(3, 0.0001, 0)[0].T, '*', 3)))
+    assert len(pairs) > 90 and pairs <= all_pairs
+    assert text(x[:1])[0][8:] + str(int(y[0, -1])) == text(y[:1])[0]
+    outputs = torch.zeros(500, 6, 13).scatter(2, y[..., None], math.log(12.))      # 12 of 24 on the right one
+    assert task.loss(outputs, y).item() == pytest.approx(math.log(2), abs=1e-6)
+
+
 # -------------------------------------------------------------------------------------------------------------- theory
 
 SHORT_THEORY = dict(steps=40, T=100)
@@ -504,7 +629,10 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed'), (['--seed', '99999999999999999999'], '--seed'), (['--device', 'meta'], '--device'),
     (['--level', '1e39'], 'finite'), (['--strength', '1e-9'], 'prior'), (['--pos-std', '-1'], '--pos-std'),
     (['--prior-bits', '2,2'], '--prior-bits'), (['--init', 'default', '--freeze-mask'], '--freeze-mask'),
-    (['--overwrite', '--resume'], '--overwrite')])
+    (['--overwrite', '--resume'], '--overwrite'), (['--task', 'add3', '--hole', '+-'], '--hole'), (['--frac', '0.1'], '--frac'),
+    (['--task', 'add3', '--frac', '0'], '--frac'), (['--task', 'mul3', '--frac', '1'], '--frac'), (['--task', 'add5', '--frac', '1e-11'], '--frac'),
+    (['--task', 'mul3', '--heads', '2'], '--heads'), (['--task', 'add3', '--without', 'products'], '--without'),
+    (['--task', 'add3', '--order', 'left'], '--order')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, options, says):
     code, _, err = cli(*options, '--out', tmp_path)
     assert code == 2 and len(err) == 1 and says in err[0]

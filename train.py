@@ -41,20 +41,29 @@ def bit_list(text):
     return [int(bit) for bit in text.split(',')]
 
 
-def setting(default, help, type=None, choices=None):
-    return dataclasses.field(default=default, metadata=dict(help=help, type=type or default.__class__, choices=choices))
+def setting(default, help, type=None, choices=None, tasks=None):
+    return dataclasses.field(default=default, metadata=dict(help=help, type=type or default.__class__, choices=choices,
+                                                            tasks=tasks))
 
 
 @dataclass
 class Settings:
     """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
-    task: str = setting('parity2', 'what to learn', choices=sorted(tasks.BOOLEAN))
+    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC))
     init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
     seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
     # the task and its prior
-    hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits; default: README, tasks', str)
-    prior_bits: list = setting(None, 'bits that the prior says interact, such as 2,3, instead of the right ones', bit_list)
-    pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS)
+    hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits; default: README, tasks', str,
+                        tasks=tasks.BOOLEAN)
+    prior_bits: list = setting(None, 'bits that the prior says interact, such as 2,3, instead of the right ones', bit_list,
+                               tasks=tasks.BOOLEAN)
+    pattern: str = setting('group', 'who needs whom in a group of bits: tasks.boolean_structure', choices=tasks.PATTERNS,
+                           tasks=tasks.BOOLEAN)
+    frac: float = setting(0.004, 'share of all pairs of operands that trains; paper', tasks=tasks.ARITHMETIC)
+    order: str = setting('lsb', 'the digit of the answer that is written first, least or most significant', choices=('lsb', 'msb'),
+                         tasks=tasks.ARITHMETIC)
+    without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
+                           choices=('carry', 'products'), tasks=tasks.ARITHMETIC)
     flip: float = setting(0., "share of the prior's entries that are flipped")
     strength: float = setting(8., 'nats by which the prior puts closed pairs below open ones; ours')
     level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
@@ -66,6 +75,7 @@ class Settings:
     layers: int = setting(2, 'L; ours')
     pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
+    bf16: bool = setting(False, 'autocast the model to bfloat16; weights and optimiser stay fp32')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
     steps: int = setting(1000, 'optimiser steps; ours')
@@ -82,11 +92,16 @@ class Settings:
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
+ARITHMETIC = dict(width=128, layers=4, per_head=True, steps=800, batch=256, warmup=100, weight_decay=0.1, bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
     'parity3': dict(strength=6., steps=1200),
     'diff2': dict(strength=6., steps=600, eval_every=100),
+    'add3': ARITHMETIC,
+    'add4': ARITHMETIC | dict(frac=1e-5),
+    'add5': ARITHMETIC | dict(frac=1e-7),
+    'mul3': ARITHMETIC | dict(frac=0.03, steps=3500, eval_every=875),
 }
 
 
@@ -120,11 +135,15 @@ def parse(argv):
             (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'eval_every', 'lr', 'strength'),
              lambda n: 0 < n < math.inf, 'positive and finite'),
             (('pos_std', 'warmup', 'weight_decay'), lambda n: 0 <= n < math.inf, 'at least 0 and finite'),
-            (('flip',), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
+            (('flip', 'frac'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
             (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
         for name in names:
             if not fine(getattr(settings, name)):
                 raise UsageError(f'--{name.replace("_", "-")} {getattr(settings, name)} must be {must}')
+    for f in dataclasses.fields(Settings):
+        if f.name in given and settings.task not in (f.metadata['tasks'] or [settings.task]):
+            raise UsageError(f'--{f.name.replace("_", "-")} says nothing about {settings.task}: it is for '
+                             f'{", ".join(f.metadata["tasks"])}')
     if settings.freeze_mask and settings.init != 'mask':
         raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
     if settings.overwrite and settings.resume:
@@ -142,8 +161,11 @@ def parse(argv):
 
 def build(settings):
     """Settings -> (task, model with the arm's prior written in, M0). Same seed: same weights but for the arm's own."""
-    task = tasks.boolean(settings.task, settings.hole, settings.prior_bits, settings.pattern, settings.heads,
-                         settings.device)
+    s = settings
+    if s.task in tasks.BOOLEAN:
+        task = tasks.boolean(s.task, s.hole, s.prior_bits, s.pattern, s.heads, s.device)
+    else:
+        task = tasks.arithmetic(s.task, s.frac, s.order, s.without, s.per_head, s.heads, s.seed, s.device)
     opened = task.opened
     if settings.flip:
         generator = torch.Generator().manual_seed(settings.seed)
@@ -156,7 +178,7 @@ def build(settings):
         M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
         if settings.per_head and M0.ndim == 2:
             M0 = M0.expand(settings.heads, -1, -1)
-        if not maskprior.asking_rows(M0).any():
+        if not maskprior.asking_rows(M0, model.blocks[0].attn.allowed).any():
             raise ValueError('it puts no pair of tokens above another')
         maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask)
     except (ValueError, torch.linalg.LinAlgError) as error:
@@ -223,6 +245,10 @@ def train(settings, folder, task, model, M0):
         lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
         write(folder / 'log.jsonl', lambda p: p.write_text(lines))
 
+    def predict(x):
+        with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.bf16):
+            return model(x).float()
+
     def restore(path):
         saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved['model'])
@@ -237,7 +263,7 @@ def train(settings, folder, task, model, M0):
     def evaluate():
         model.eval()
         with torch.no_grad():
-            metrics = task.evaluate(model)
+            metrics = task.evaluate(predict)
         model.train()
         metrics['prior_tv'] = maskprior.prior_tv(model, M0, task.probe)
         return metrics | {f'change_{k}': v for k, v in maskprior.relative_change(model, initial).items()}
@@ -252,8 +278,8 @@ def train(settings, folder, task, model, M0):
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
                  step=step, seconds=seconds, log=log), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
-        print(f'step {step:6d}  loss {row["loss"]:.4f}  seen {row["accuracy_seen"]:7.2%}  unseen '
-              f'{row["accuracy_unseen"]:7.2%}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
+        shown = '  '.join(f'{name} {row[name]:{".4f" if "loss" in name else "7.2%"}}' for name in task.shown)
+        print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
 
     start = time.perf_counter() - seconds
     if not log:
@@ -262,7 +288,7 @@ def train(settings, folder, task, model, M0):
         for group in optimiser.param_groups:
             group['lr'] = learning_rate(step, settings)
         x, y = task.batch(generator, settings.batch)
-        loss = task.loss(model(x), y)
+        loss = task.loss(predict(x), y)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -273,7 +299,7 @@ def train(settings, folder, task, model, M0):
 
     final = {k: v for k, v in log[-1].items() if k != 'prior_tv'}
     return dict(task=settings.task, init=settings.init, seed=settings.seed, steps=settings.steps) | final | dict(
-        fitted=final['loss_seen'] < task.fitted_below, prior_tv_init=log[0]['prior_tv'],
+        fitted=task.fitted(final), prior_tv_init=log[0]['prior_tv'],
         prior_tv_final=log[-1]['prior_tv'], **task.known, seconds=seconds,
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
@@ -290,7 +316,7 @@ def main(argv=None):
                 raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
                                  f'{value}): choose a --name, or --overwrite it')
         if (folder / 'result.json').exists():
-            read(folder / 'result.json', lambda p: json.loads(p.read_text())['accuracy'])
+            read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
             print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
             return
         if not settings.resume:
@@ -304,25 +330,10 @@ def main(argv=None):
         threads=torch.get_num_threads(), commit=commit()))
     result = train(settings, folder, *built)
     write_json(folder / 'result.json', result)
-    report(result)
-
-
-def report(result):
-    """The last lines of a run: what was learned, beside the minimum-degree interpolator and the paper."""
-    monomials = list(result['fourier'])[:8]                    # Fourier coefficients of the function that was learned
-    paper = tasks.PAPER.get((result['task'], result['init']), {})
-    rows = [('', 'accuracy', 'loss', 'on hole', *monomials)]
-    for name, metrics in (('this run', result), ('MDI', {k[4:]: v for k, v in result.items() if k.startswith('mdi_')}),
-                          ('target', {'fourier': result['target_fourier']}), ('paper', paper)):
-        numbers = [metrics.get(k) for k in ('accuracy', 'loss', 'prediction_unseen')]
-        numbers += [metrics.get('fourier', {}).get(m) for m in monomials]
-        rows.append((name, *('' if n is None else f'{n:{form}}' for n, form in zip(numbers, ['.2%', '.4f'] + ['+.2f'] * 9))))
-    for row in rows[:None if paper else -1]:
-        print(f'{row[0]:9}' + ''.join(f'{cell:>10}' for cell in row[1:]))
+    print('\n'.join(built[0].summary(result)))
     fitted = 'fitted what it saw' if result['fitted'] else 'has NOT FITTED what it saw'
-    print(f'{result["task"]} --init {result["init"]} --seed {result["seed"]} {fitted} (loss {result["loss_seen"]:.2g}); unseen '
-          f'{result["accuracy_unseen"]:.2%}; prior_tv {result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; '
-          f'{result["seconds"]:.0f} s')
+    print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '
+          f'{result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; {result["seconds"]:.0f} s')
 
 
 def command(main, script):
