@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# One command for each row of the README's tables:  bash run_all.sh [boolean] [theory]    (no argument: every section)
+# One command for each row of the README's tables:  bash run_all.sh [quick] [boolean] [theory] [arithmetic]
+# No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed, three shares of the pairs for addition,
+# mask and default alone for multiplication, at half the steps; no ablations.
 # Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; at the first failure the
 # script names the run, starts no other and exits with non-zero.
 set -euo pipefail
 cd "$(dirname "$0")"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} JOBS=${JOBS:-2} PYTHON=${PYTHON:-python}
+size=full
+[ "${1:-}" != quick ] || { size=quick; shift; }
+[ $size = full ] && results=results || results=runs/quick
 
 # The arguments of train.py, one run a line on stdin.
 runs() {
@@ -13,69 +18,110 @@ runs() {
         "$PYTHON" train.py "$@" --resume > /dev/null || { echo "run_all.sh: failed: train.py $*" >&2; exit 255; }' sh
 }
 
-boolean() {
-    local out=results/boolean
-    {
-        # Every arm, every task (five seeds); parity3 and diff2 are ours
-        for seed in 0 1 2 3 4; do
-            for task in parity2 maj3 cyclic3; do
-                for init in default qk-svd qk-opt mask; do
-                    echo "--task $task --init $init --seed $seed --out $out"
-                done
-            done
-            for task in parity3 diff2; do
-                for init in default mask; do
-                    echo "--task $task --init $init --seed $seed --out $out"
-                done
+boolean_runs() {
+    local out=$results/boolean seeds='0 1 2 3 4'
+    [ $size = full ] || seeds=0
+    # Every arm, every task (five seeds); parity3 and diff2 are ours
+    for seed in $seeds; do
+        for task in parity2 maj3 cyclic3; do
+            for init in default qk-svd qk-opt mask; do
+                echo "--task $task --init $init --seed $seed --out $out"
             done
         done
-        # Seeds that no setting was chosen by
-        for seed in 10 11 12 13 14; do
-            for task in parity2 maj3; do
-                echo "--task $task --init mask --seed $seed --eval-every 500 --out $out/fresh"
+        for task in parity3 diff2; do
+            for init in default mask; do
+                echo "--task $task --init $init --seed $seed --out $out"
             done
         done
-        # The default, ten times as long
-        echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
-        for seed in 0 1; do
-            # parity2 on the hole (-,-): who may see whom, per head or not
-            row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
-            row default --init default
-            for pattern in group cross sink chain split; do
-                row mask-$pattern --init mask --pattern $pattern
-            done
-            row mask-group-strength-16 --init mask --strength 16
-            row mask-chain-6-layers --init mask --pattern chain --layers 6
-            # Ablations on parity2's own hole
-            row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
-            row frozen --init mask --freeze-mask
-            row per-head --init mask --per-head
-            for strength in 1 2 4; do
-                row strength-$strength --init mask --strength $strength
-            done
-            for level in -4 0 8; do
-                row level-$level --init mask --level=$level
-            done
-            row wrong-pair --init mask --prior-bits 2,3
-            row wrong-pair-frozen --init mask --prior-bits 2,3 --freeze-mask
-            row wrong-pair-stiff --init mask --prior-bits 2,3 --level 8
-            for share in 0.05 0.2; do
-                row flipped-$share --init mask --flip $share
-            done
-            # How far do the arms depend on the setting?
-            for init in qk-svd qk-opt mask; do
-                row $init-init-std-0.07 --init $init --init-std 0.07
-                row $init-3-layers-pos-std-0.2 --init $init --layers 3 --pos-std 0.2
-                row $init-strength-6 --init $init --strength 6
-            done
-            for init in qk-opt mask; do
-                row $init-pos-std-0.02-batch-256 --init $init --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
-            done
-            row qk-opt-10x-steps --init qk-opt --steps 10000 --eval-every 5000
+    done
+    [ $size = full ] || return 0
+    # Seeds that no setting was chosen by
+    for seed in 10 11 12 13 14; do
+        for task in parity2 maj3; do
+            echo "--task $task --init mask --seed $seed --eval-every 500 --out $out/fresh"
         done
-    } | runs
-    "$PYTHON" results/report.py
+    done
+    # The default, ten times as long
+    echo "--task cyclic3 --init default --seed 0 --steps 10000 --eval-every 1000 --out $out --name cyclic3-default-10x-s0"
+    for seed in 0 1; do
+        # parity2 on the hole (-,-): who may see whom, per head or not
+        row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/hole --name $1-s$seed --hole=-- ${*:2}"; }
+        row default --init default
+        for pattern in group cross sink chain split; do
+            row mask-$pattern --init mask --pattern $pattern
+        done
+        row mask-group-strength-16 --init mask --strength 16
+        row mask-chain-6-layers --init mask --pattern chain --layers 6
+        # Ablations on parity2's own hole
+        row() { echo "--task parity2 --eval-every 500 --seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
+        row frozen --init mask --freeze-mask
+        row per-head --init mask --per-head
+        for strength in 1 2 4; do
+            row strength-$strength --init mask --strength $strength
+        done
+        for level in -4 0 8; do
+            row level-$level --init mask --level=$level
+        done
+        row wrong-pair --init mask --prior-bits 2,3
+        row wrong-pair-frozen --init mask --prior-bits 2,3 --freeze-mask
+        row wrong-pair-stiff --init mask --prior-bits 2,3 --level 8
+        for share in 0.05 0.2; do
+            row flipped-$share --init mask --flip $share
+        done
+        # How far do the arms depend on the setting?
+        for init in qk-svd qk-opt mask; do
+            row $init-init-std-0.07 --init $init --init-std 0.07
+            row $init-3-layers-pos-std-0.2 --init $init --layers 3 --pos-std 0.2
+            row $init-strength-6 --init $init --strength 6
+        done
+        for init in qk-opt mask; do
+            row $init-pos-std-0.02-batch-256 --init $init --pos-std 0.02 --init-std 0.07 --strength 4 --batch 256 --steps 1152
+        done
+        row qk-opt-10x-steps --init qk-opt --steps 10000 --eval-every 5000
+    done
 }
+
+arithmetic_runs() {
+    local out=$results/arithmetic seed=0
+    # Every arm, by the share of pairs that trains (three seeds)
+    curve() {
+        for frac in "${@:2}"; do
+            for init in ${arms:-mask default qk-svd qk-opt}; do
+                echo "--task $1 --init $init --frac $frac --seed $seed --out $out --name $1-$frac-$init-s$seed ${steps:-}"
+            done
+        done
+    }
+    if [ $size = quick ]; then
+        arms='mask default' steps='--steps 1500' curve mul3 0.03
+        curve add3 0.0005 0.001 0.004
+        return
+    fi
+    for seed in 0 1 2; do
+        curve add3 0.00025 0.0005 0.001 0.002 0.004
+        curve mul3 0.03
+    done
+    # What in the prior does the work; longer operands from the same function, at 1,000 pairs
+    for seed in 0 1; do
+        row() { echo "--seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
+        for task in add3 mul3; do
+            [ $task = add3 ] && setting="--task add3 --frac 0.001" || setting="--task mul3"
+            row $task-shared $setting --per-head false
+            row $task-without-carry $setting --without carry
+            [ $task = add3 ] || row $task-without-products $setting --without products
+            for init in mask default; do row $task-$init-msb $setting --order msb --init $init; done
+        done
+        for task in add4 add5; do
+            for init in mask default; do row $task-$init --task $task --init $init; done
+        done
+    done
+    for seed in 0 1 2; do curve mul3 0.005 0.01; done
+    # The default, ten times as long
+    echo "--task mul3 --init default --steps 35000 --eval-every 3500 --out $out --name mul3-0.03-default-10x-s0"
+}
+
+boolean() { boolean_runs | runs && "$PYTHON" results/report.py "$results"; }
+
+arithmetic() { arithmetic_runs | runs && "$PYTHON" results/report.py "$results"; }
 
 theory() {
     "$PYTHON" theory.py                      # the table of every derivative and bound: exit 1 if one is violated
@@ -83,11 +129,11 @@ theory() {
 }
 
 sections=("$@")
-[ $# -gt 0 ] || sections=(boolean theory)
+[ $# -gt 0 ] || sections=(boolean theory arithmetic)
 for section in "${sections[@]}"; do
     case $section in
-        boolean | theory) ;;
-        *) echo "run_all.sh: no section '$section': boolean, theory" >&2; exit 2 ;;
+        boolean | theory | arithmetic) ;;
+        *) echo "run_all.sh: no section '$section': boolean, theory, arithmetic" >&2; exit 2 ;;
     esac
 done
 for section in "${sections[@]}"; do $section; done

@@ -92,16 +92,16 @@ class Settings:
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
-ARITHMETIC = dict(width=128, layers=4, per_head=True, steps=800, batch=256, warmup=100, weight_decay=0.1, bf16=True)
+ADDITION = dict(width=128, layers=4, init_std=0.05, per_head=True, steps=1200, eval_every=300, warmup=100, weight_decay=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
     'parity3': dict(strength=6., steps=1200),
     'diff2': dict(strength=6., steps=600, eval_every=100),
-    'add3': ARITHMETIC,
-    'add4': ARITHMETIC | dict(frac=1e-5),
-    'add5': ARITHMETIC | dict(frac=1e-7),
-    'mul3': ARITHMETIC | dict(frac=0.03, steps=3500, eval_every=875),
+    'add3': ADDITION,
+    'add4': ADDITION | dict(frac=1e-5),
+    'add5': ADDITION | dict(frac=1e-7),
+    'mul3': ADDITION | dict(frac=0.03, steps=3000, eval_every=750, batch=256, lr=3e-3),
 }
 
 

@@ -1,6 +1,7 @@
-"""Prints the README's tables from the recorded runs:  python results/report.py [results/]
+"""Prints the README's tables from the recorded runs:  python results/report.py [results/] [--figures]
 
-A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds.
+A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds. --figures also
+draws the figures into the same folders (needs matplotlib).
 """
 import json
 import sys
@@ -82,10 +83,95 @@ def order(item):
     return list(BOOLEAN).index(task), ['default', 'default-10x', 'qk-svd', 'qk-opt', 'mask'].index(init)
 
 
-def main(results):
-    if (results / 'boolean').exists():
-        print('\n'.join(boolean(results)).strip())
+ARMS = ['default', 'qk-svd', 'qk-opt', 'mask']
+
+
+def curves(results):
+    """{task: {arm: {frac: runs}}} of the data-efficiency runs, named TASK-FRAC-ARM."""
+    curves = defaultdict(lambda: defaultdict(dict))
+    for label, runs in read(results / 'arithmetic').items():
+        task, frac, arm = label.split('-', 2)
+        curves[task][arm][float(frac)] = runs
+    return curves
+
+
+def saved(curve):
+    """For each share of pairs the default was given: (share, its accuracy, share at which the mask has as much).
+
+    Means over the seeds; between two measured shares the mask's accuracy is taken as linear in the log of the share.
+    """
+    points = {arm: [(f, mean(r['sequence_accuracy'] for _, r, _ in runs)) for f, runs in sorted(curve[arm].items())]
+              for arm in ('default', 'mask')}
+    for frac, accuracy in points['default']:
+        for (f0, low), (f1, high) in zip(points['mask'], points['mask'][1:]):
+            if low <= accuracy <= high:
+                yield frac, accuracy, f0 * (f1 / f0) ** ((accuracy - low) / (high - low))
+                break
+        else:
+            if accuracy < points['mask'][0][1]:
+                yield frac, accuracy, None                                         # less than the smallest share measured
+
+
+def arithmetic(results):
+    def outcome(runs):
+        of = lambda key: [result[key] for _, result, _ in runs]
+        return [spread(of('sequence_accuracy'), scale=100), ' '.join(f'{100 * v:.2f}' for v in of('sequence_accuracy')),
+                spread(of('digit_accuracy'), scale=100), f'{100 * mean(of("sequence_accuracy_seen")):.1f}',
+                f'{sum(of("fitted"))}/{len(runs)}', f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}',
+                f'{runs[0][1]["steps"]} × {len(runs)}']
+    header = ['whole answer %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv', 'steps × seeds']
+    yield '**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; test: 10,000 other pairs)\n'
+    found = curves(results)
+    def lines():
+        for task, curve in found.items():
+            for frac in sorted({f for arm in curve.values() for f in arm}):
+                for arm in [*ARMS, 'default-10x']:
+                    if frac in curve[arm]:
+                        paper = PAPER.get((task, arm), {})
+                        yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
+                               f'{100 * paper["sequence_accuracy"]:g}' if paper.get('frac') == frac else '']
+    yield from table(['task', 'pairs', 'arm', *header, 'paper'], lines())
+    for task, curve in found.items():
+        for frac, accuracy, share in saved(curve):
+            less = f'{100 * share:.2g} %, {frac / share:.2g} times fewer pairs' if share else 'less than the smallest share measured'
+            yield f'- {task}: the default\'s {accuracy:.1%} at {100 * frac:g} % of the pairs takes the mask {less}.'
+    yield ''
+    yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
+    yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
+
+
+def arithmetic_figure(results):
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    found = curves(results)
+    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    for axis, (task, curve) in zip(axes[0], found.items()):
+        for i, arm in enumerate(ARMS):
+            points = [(100 * f, [100 * r['sequence_accuracy'] for _, r, _ in runs]) for f, runs in sorted(curve[arm].items())]
+            axis.plot([f for f, _ in points], [mean(values) for _, values in points], f'C{i}-', label=arm)
+            for f, values in points:
+                axis.plot([f] * len(values), values, f'C{i}.')
+        axis.set(xscale='log', xlabel='training pairs, % of all', ylabel='whole answer right, %', title=task)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(results / 'arithmetic' / 'curve.png', dpi=110)
+
+
+SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic}
+FIGURES = {'arithmetic': arithmetic_figure}
+
+
+def main(results, figures):
+    print('\n\n'.join('\n'.join(section(results)).strip() for name, section in SECTIONS.items() if (results / name).exists()))
+    for name, figure in FIGURES.items():
+        if figures and (results / name).exists():
+            try:
+                figure(results)
+            except ImportError:
+                sys.exit('report.py: the figures need matplotlib: pip install matplotlib')
 
 
 if __name__ == '__main__':
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    folders = [arg for arg in sys.argv[1:] if arg != '--figures']
+    main(Path(folders[0]) if folders else Path(__file__).parent, '--figures' in sys.argv)
