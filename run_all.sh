@@ -87,7 +87,7 @@ arithmetic_runs() {
     curve() {
         for frac in "${@:2}"; do
             for init in ${arms:-mask default qk-svd qk-opt}; do
-                echo "--task $1 --init $init --frac $frac --seed $seed --out $out --name $1-$frac-$init-s$seed ${steps:-}"
+                echo "--task $1 --init $init --frac $frac ${steps:-} --seed $seed --out $out --name $1-$frac-$init-s$seed"
             done
         done
     }
@@ -96,10 +96,10 @@ arithmetic_runs() {
         curve add3 0.0005 0.001 0.004
         return
     fi
-    for seed in 0 1 2; do
-        curve add3 0.00025 0.0005 0.001 0.002 0.004
-        curve mul3 0.03
-    done
+    for seed in 0 1 2; do curve add3 0.00025 0.0005 0.001 0.002 0.004; done
+    for seed in 0 1 2; do curve mul3 0.03; done
+    # The default, ten times as long
+    echo "--task mul3 --init default --steps 30000 --eval-every 3000 --out $out --name mul3-0.03-default-10x-s0"
     # What in the prior does the work; longer operands from the same function, at 1,000 pairs
     for seed in 0 1; do
         row() { echo "--seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }
@@ -115,8 +115,6 @@ arithmetic_runs() {
         done
     done
     for seed in 0 1 2; do curve mul3 0.005 0.01; done
-    # The default, ten times as long
-    echo "--task mul3 --init default --steps 35000 --eval-every 3500 --out $out --name mul3-0.03-default-10x-s0"
 }
 
 boolean() { boolean_runs | runs && "$PYTHON" results/report.py "$results"; }

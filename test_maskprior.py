@@ -749,6 +749,21 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     assert done.returncode == 2 and 'booleans' in done.stderr
 
 
+@pytest.mark.parametrize('size, runs', [('quick', 30), ('full', 280)])
+def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
+    """Not started here: a stand-in for python notes what it was asked to do."""
+    (tmp_path / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
+    (tmp_path / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n')
+    (tmp_path / 'note').chmod(0o755)
+    options = ['quick'] if size == 'quick' else []
+    subprocess.run(['bash', 'run_all.sh', *options, 'boolean', 'arithmetic'], cwd=tmp_path, check=True, capture_output=True,
+                   env=dict(os.environ, PYTHON='./note'))
+    asked = [line.split() for line in (tmp_path / 'asked').read_text().splitlines()]
+    folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in (train.parse(a[1:]) for a in asked if a[0] == 'train.py')]
+    assert runs <= len(folders) == len(set(folders))                               # no two runs share a folder
+    assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)
+
+
 def test_the_readmes_tables_are_what_report_prints():
     printed = subprocess.run([sys.executable, HERE / 'results' / 'report.py'], capture_output=True, text=True, check=True).stdout
     readme = (HERE / 'README.md').read_text()
