@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command for each row of the README's tables:  bash run_all.sh [quick] [boolean] [theory] [arithmetic]
 # No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed, three shares of the pairs for addition,
-# mask and default alone for multiplication, at half the steps; no ablations.
+# mask and default alone for multiplication, at fewer steps; no ablations.
 # Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; at the first failure the
 # script names the run, starts no other and exits with non-zero.
 set -euo pipefail
@@ -87,19 +87,21 @@ arithmetic_runs() {
     curve() {
         for frac in "${@:2}"; do
             for init in ${arms:-mask default qk-svd qk-opt}; do
-                echo "--task $1 --init $init --frac $frac ${steps:-} --seed $seed --out $out --name $1-$frac-$init-s$seed"
+                echo "--task $1 --init $init --frac $frac ${more:-} --seed $seed --out $out --name $1-$frac-$init-s$seed"
             done
         done
     }
     if [ $size = quick ]; then
-        arms='mask default' steps='--steps 1500' curve mul3 0.03
+        arms='mask default' more='--steps 1500' curve mul3 0.03
         curve add3 0.0005 0.001 0.004
         return
     fi
     for seed in 0 1 2; do curve add3 0.00025 0.0005 0.001 0.002 0.004; done
     for seed in 0 1 2; do curve mul3 0.03; done
     # The default, ten times as long
-    echo "--task mul3 --init default --steps 30000 --eval-every 3000 --out $out --name mul3-0.03-default-10x-s0"
+    echo "--task mul3 --init default --steps 35000 --eval-every 3500 --out $out --name mul3-0.03-default-10x-s0"
+    # A weight decay that the default gains more by
+    for seed in 0 1; do more='--weight-decay 3' out=$out/weight-decay-3 curve add3 0.00025 0.0005 0.001 0.002; done
     # What in the prior does the work; longer operands from the same function, at 1,000 pairs
     for seed in 0 1; do
         row() { echo "--seed $seed --out $out/ablation --name $1-s$seed ${*:2}"; }

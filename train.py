@@ -92,7 +92,7 @@ class Settings:
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
-ADDITION = dict(width=128, layers=4, init_std=0.05, per_head=True, steps=1200, eval_every=300, warmup=100, weight_decay=1., bf16=True)
+ADDITION = dict(width=128, layers=4, init_std=0.03, per_head=True, steps=1500, eval_every=500, warmup=100, weight_decay=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
@@ -101,7 +101,7 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: R
     'add3': ADDITION,
     'add4': ADDITION | dict(frac=1e-5),
     'add5': ADDITION | dict(frac=1e-7),
-    'mul3': ADDITION | dict(frac=0.03, steps=3000, eval_every=750, batch=256, lr=3e-3),
+    'mul3': ADDITION | dict(frac=0.03, init_std=0.05, steps=3500, eval_every=875, batch=256, lr=3e-3),
 }
 
 
