@@ -94,34 +94,70 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm Transformer block: attention, then an MLP four times as wide."""
 
-    def __init__(self, D, H, allowed=None, sdpa=False):
+    def __init__(self, D, H, allowed=None, sdpa=False, drop_path=0.):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
         self.attn = Attention(D, H, allowed, sdpa)
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+        self.drop_path = drop_path
+
+    def keep(self, branch):
+        """Stochastic depth: in training, an input's branch is dropped with probability drop_path, else scaled up."""
+        if not self.training or not self.drop_path:
+            return branch
+        return branch * (torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path) / (1 - self.drop_path)
 
     def forward(self, x, rows=slice(None)):
-        x = x[:, rows] + self.attn(self.norm1(x), rows)                            # [B, N, D] -> [B, len(rows), D]
-        return x + self.mlp(self.norm2(x))
+        x = x[:, rows] + self.keep(self.attn(self.norm1(x), rows))                 # [B, N, D] -> [B, len(rows), D]
+        return x + self.keep(self.mlp(self.norm2(x)))
+
+
+class Patches(nn.Module):
+    """Images [B, C, rows * P, cols * P] -> tokens [B, rows * cols, D], row by row: one linear map of each P x P patch."""
+
+    def __init__(self, C, P, D):
+        super().__init__()
+        self.P, self.proj = P, nn.Linear(C * P * P, D)
+
+    def forward(self, x):
+        return self.proj(F.pixel_unshuffle(x, self.P).flatten(2).mT)
+
+
+def sincos(rows, cols, D):
+    """Fixed positional embedding of a grid, [rows, cols, D]: sine and cosine of each coordinate at D / 4 frequencies."""
+    if D % 4:
+        raise ValueError(f'sin-cos positions need a width that 4 divides; it is {D}')
+    frequency = 10000. ** -torch.linspace(0, 1, D // 4)
+    waves = [torch.arange(n)[:, None] * frequency for n in (rows, cols)]           # [n, D / 4]
+    y, x = (torch.cat([w.sin(), w.cos()], 1) for w in waves)                       # [n, D / 2]
+    return torch.cat([x.expand(rows, -1, -1), y[:, None].expand(-1, cols, -1)], 2)
 
 
 class Transformer(nn.Module):
-    """Token ids [B, N] -> [B, rows, outputs], read from the tokens in the slice `rows`; [B, outputs], their sum, if `pool`.
+    """Token ids [B, N], or images, -> [B, rows, outputs], read from the tokens in the slice `rows`; [B, outputs] if pooled.
 
+    `inputs`: the size of the vocabulary, or (channels, patch side) of images: a ViT. `grid`: (N,) or (rows, cols) of the tokens;
+    N may be less in use. `class_token`: a learned one more before the others. `causal`: a token sees no later one.
+    `pool`: 'sum' or 'mean' of the tokens read, or None.
     Token embedding N(0, 1), learned positional embedding N(0, pos_std^2): how far the residual stream can tell two
-    tokens apart other than by attention. Linear layers N(0, init_std^2), zero biases. `causal`: a token sees no later one,
-    and N may be less than the model is made for.
+    tokens apart other than by attention; or fixed, `sincos`. Linear layers N(0, init_std^2), zero biases. `drop_path`: stochastic
+    depth, from 0 in the first block to this in the last.
     """
 
-    def __init__(self, vocab, N, outputs, D=64, H=4, L=2, pos_std=0.1, init_std=0.02, rows=slice(None), pool=True,
-                 causal=False, sdpa=False):
+    def __init__(self, inputs, grid, outputs, D=64, H=4, L=2, pos_std=0.1, init_std=0.02, sincos_positions=False,
+                 class_token=False, rows=slice(None), pool='sum', causal=False, drop_path=0., sdpa=False):
         super().__init__()
-        self.tokens = nn.Embedding(vocab, D)
-        self.positions = nn.Parameter(pos_std * torch.randn(N, D))
+        self.tokens = nn.Embedding(inputs, D) if isinstance(inputs, int) else Patches(*inputs, D)
+        if sincos_positions:
+            self.register_buffer('positions', sincos(*grid, D))
+        else:
+            self.positions = nn.Parameter(pos_std * torch.randn(*grid, D))         # [N, D] or [rows, cols, D]
+        self.class_token = nn.Parameter(torch.randn(D)) if class_token else None
+        N = math.prod(grid) + class_token
         allowed = torch.ones(N, N, dtype=torch.bool).tril() if causal else None
-        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa) for _ in range(L))
+        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * i / max(1, L - 1)) for i in range(L))
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, outputs)
-        for layer in self.modules():
+        for layer in [*self.blocks.modules(), self.head]:
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=init_std)
                 if layer.bias is not None:
@@ -130,14 +166,20 @@ class Transformer(nn.Module):
         self.rows, self.pool = rows, pool
 
     def embed(self, x):
-        return self.tokens(x) + self.positions[:x.shape[1]]                        # [B, N, D]
+        x = self.tokens(x)
+        x = x + self.positions.flatten(0, -2)[:x.shape[1]]                         # [B, N, D]
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
+        return x
 
     def forward(self, x):
         x = self.embed(x)
         for block in self.blocks[:-1]:
             x = block(x)
         x = self.norm(self.blocks[-1](x, self.rows))                               # [B, rows, D]
-        return self.head(x.sum(1) if self.pool else x)
+        if self.pool:
+            x = x.mean(1) if self.pool == 'mean' else x.sum(1)
+        return self.head(x)
 
 
 def layer_inputs(model, x):
@@ -150,19 +192,19 @@ def layer_inputs(model, x):
 
 # -------------------------------------------------------------------------------------------------------------- priors
 
-def prior_matrix(opened, strength, level):
-    """M0 from the interaction structure `opened` (bool, [N, N] or [H, N, N]; True: query i needs key j).
+def prior_matrix(distance, strength, level):
+    """M0 whose attention is softmax(-strength * distance), from the interaction structure.
 
-    `level` is M at the open pairs; `strength`, in nats, is how far below them the closed pairs' bias lies. The two are
-    separate choices because softmax sees only the strength, while the gradient carries sigmoid(-M): 28 times less at
-    level 4 than at 0. (SGD is slower by that; Adam rescales it away.) strength = level = 4 gives M0 = +4 and -4.
+    `distance` >= 0, [N, N] or [H, N, N]: 0 where query i needs key j; 1 where it doesn't, or more with more. `level` is M at
+    distance 0; `strength`, in nats, is how far below that the bias lies at distance 1. The two are separate choices because
+    softmax sees only the strength, while the gradient carries sigmoid(-M): 28 times less at level 4 than at 0. (SGD is slower
+    by that; Adam rescales it away.) strength = level = 4 gives M0 = +4 and -4.
     """
     if not (0 < strength < math.inf and math.isfinite(level)):
         raise ValueError(f'the strength {strength} must be positive and finite, the level {level} finite')
-    level = torch.tensor(float(level), dtype=torch.float64, device=opened.device)
-    log_p = F.logsigmoid(level) - strength                                                   # of the closed pairs
-    closed = log_p - torch.log1p(-log_p.exp())                                               # logit(exp(log_p))
-    M0 = torch.where(opened, level, closed).float()
+    level = torch.tensor(float(level), dtype=torch.float64, device=distance.device)
+    log_p = F.logsigmoid(level) - strength * distance.double()
+    M0 = torch.where(distance == 0, level, log_p - torch.log1p(-log_p.exp())).float()        # logit(exp(log_p))
     if not M0.isfinite().all():
         raise ValueError(f'the strength {strength} and level {level:g} give an M0 that is not finite in fp32')
     return M0
@@ -179,6 +221,16 @@ def init_mask(model, M0, freeze=False):
         raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
     for block in model.blocks:
         block.attn.M = nn.Parameter(M0.clone().to(block.attn.q.weight), requires_grad=not freeze)
+
+
+def factors(A, rank):
+    """left, right [..., n, rank] with left right^T the closest matrix of this rank to A [..., n, n]; its SVD, split evenly.
+
+    The Frobenius error is the root of the sum of the squared singular values left out.
+    """
+    U, S, Vh = torch.linalg.svd(A)
+    root = S[..., None, :rank].sqrt()
+    return U[..., :rank] * root, Vh.mT[..., :rank] * root
 
 
 @torch.no_grad()
@@ -205,11 +257,9 @@ def init_qk_svd(model, M0, x):
         open_keys = torch.ones_like(M0[-1:]) if attn.allowed is None else attn.allowed.to(X)
         logits = F.logsigmoid(M0.to(X)).expand(attn.H, N, N)
         logits = (logits - (logits * open_keys).sum(-1, keepdim=True) / open_keys.sum(-1, keepdim=True)) * open_keys
-        U, S, Vh = torch.linalg.svd(logits * math.sqrt(d))
-        root = S[:, None, :d].sqrt()
-        for linear, vectors in ((attn.q, U), (attn.k, Vh.mT)):
+        for linear, factor in zip((attn.q, attn.k), factors(logits * math.sqrt(d), d)):
             weight = linear.weight.zero_().unflatten(0, (attn.H, d))                         # [H, d, D], a view
-            weight[:, :N] = (R @ (vectors[..., :d] * root)).mT.to(weight)
+            weight[:, :N] = (R @ factor).mT.to(weight)
 
 
 def init_qk_opt(model, M0, x, steps=1000, lr=1e-2):
@@ -232,41 +282,95 @@ def init_qk_opt(model, M0, x, steps=1000, lr=1e-2):
             w.grad = None
 
 
-ARMS = ('default', 'mask', 'qk-svd', 'qk-opt')
+@torch.no_grad()
+def init_mimetic(model, generator, qk=True):
+    """Arm `mimetic` (Trockman and Kolter 2023, arXiv 2305.09828): what pretrained ViTs look like.
+
+    Per head W_Q W_K^T is the closest rank-d matrix to 0.7 Z + 0.7 I, per layer W_V W_proj = 0.4 Z - 0.4 I, each Z fresh with
+    entries N(0, 1 / D). `qk=False`: the second alone. (nn.Linear keeps the transposes of these W.)
+    """
+    for block in model.blocks:
+        attn, D = block.attn, block.attn.q.in_features
+        Z = torch.randn(attn.H + 1, D, D, generator=generator).to(attn.q.weight) / math.sqrt(D)
+        I = torch.eye(D, device=Z.device)
+        for linear, factor in zip((attn.q, attn.k), factors(0.7 * Z[1:] + 0.7 * I, D // attn.H)):
+            if qk:
+                linear.weight.copy_(factor.mT.flatten(0, 1))                                 # [H, d, D] -> [D, D]
+        left, right = factors(0.4 * Z[0] - 0.4 * I, D)
+        attn.v.weight.copy_(left.T)
+        attn.proj.weight.copy_(right)
 
 
-def init_arm(model, arm, M0, x, freeze=False):
+@torch.no_grad()
+def init_impulse(model, target, generator, gain=320.):
+    """Arm `impulse` (Zheng et al., arXiv 2404.01139 and 2505.19985): every head's attention starts as a one-patch shift.
+
+    `target` [H, N, N] holds the shifts, one-hot rows. Per head W_Q W_K^T / sqrt(d) is the closest rank-d matrix to
+    gain * P^+ target (P^+)^T, with P [N, D] the layer-normed positional embedding, which stands for the input of every
+    layer; V and projection as in mimetic. P^+ has the lowest rank at which, on P, every row peaks at its shifted patch, and
+    the gain is large, because the content of the patches disturbs the shift: on 8 x 8 patches of CIFAR-10 the shifted patch gets
+    0.35 of the attention so, 0.04 by the full rank (ours, measured).
+    """
+    if model.class_token is not None or model.positions.ndim != 3:
+        raise ValueError('impulse shifts patches of a grid: it needs mean pooling, without a class token')
+    init_mimetic(model, generator, qk=False)
+    P = model.positions.flatten(0, 1).double()                                               # [N, D]
+    P = F.layer_norm(P, P.shape[1:])
+    N, D = P.shape
+    d = D // len(target)
+    U, S, Vh = torch.linalg.svd(P, full_matrices=False)
+    for rank in range(1, min(N, D) + 1):
+        inverse = (Vh[:rank].T / S[:rank]) @ U[:, :rank].T                                   # [D, N]
+        left, right = factors(gain * math.sqrt(d) * inverse @ target.double() @ inverse.mT, d)
+        if torch.equal(((P @ left) @ (P @ right).mT).argmax(-1), target.argmax(-1)):
+            break
+    for block in model.blocks:
+        block.attn.q.weight.copy_(left.mT.flatten(0, 1))                                     # [H, d, D] -> [D, D]
+        block.attn.k.weight.copy_(right.mT.flatten(0, 1))
+
+
+ARMS = ('default', 'mask', 'qk-svd', 'qk-opt', 'mimetic', 'impulse')
+
+
+def init_arm(model, arm, M0, x, freeze=False, shifts=None, seed=0):
     """Writes the prior M0 into a built model by the way of `arm`; x [B, N] are training inputs, for the QK arms.
 
-    No arm draws from the global random state or touches a weight that is not its own: the rest stays bit-identical.
+    `shifts` is the target of impulse. No arm draws from the global random state or touches a weight that is not its own: the
+    rest stays bit-identical.
     """
+    generator = torch.Generator().manual_seed(seed)
     if arm == 'mask':
         init_mask(model, M0, freeze)
     elif arm == 'qk-svd':
         init_qk_svd(model, M0, x)
     elif arm == 'qk-opt':
         init_qk_opt(model, M0, x)
+    elif arm == 'mimetic':
+        init_mimetic(model, generator)
+    elif arm == 'impulse':
+        init_impulse(model, shifts, generator)
     elif arm != 'default':
         raise ValueError(f'unknown arm {arm!r}: one of {", ".join(ARMS)}')
 
 
 # ------------------------------------------------------------------------------------------------------------ measures
 
-def asking_rows(M0, allowed=None):
-    """bool [N] or [H, N]: the rows of M0 that ask for something; a constant row leaves the attention as it was."""
-    return (target_attention(M0, allowed) != target_attention(torch.zeros_like(M0), allowed)).any(-1)
+def asking_rows(target, allowed=None):
+    """bool [N] or [H, N]: the rows in which the target attention isn't uniform over what is allowed, so asks for something."""
+    allowed = torch.ones_like(target) if allowed is None else allowed.to(target)
+    return ((target - allowed / allowed.sum(-1, keepdim=True)).abs() > 1e-6).any(-1)
 
 
 @torch.no_grad()
-def prior_tv(model, M0, x):
+def prior_tv(model, target, x):
     """Total-variation distance in [0, 1] between the attention, averaged over the inputs x [B, N], and the target's.
 
     Mean over layers, heads and the rows that ask for something.
     """
     total = 0.
     for attn, X in layer_inputs(model, x):
-        tv = (attn.weights(X).mean(0) - target_attention(M0, attn.allowed)).abs().sum(-1) / 2          # [H, N]
-        total += tv[asking_rows(M0, attn.allowed).expand_as(tv)].mean().item()
+        tv = (attn.weights(X).mean(0) - target).abs().sum(-1) / 2                  # [H, N]
+        total += tv[asking_rows(target, attn.allowed).expand_as(tv)].mean().item()
     return total / len(model.blocks)
 
 

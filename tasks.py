@@ -2,9 +2,22 @@
 
 A `Task` is all that train.py needs; one function makes each. Shape letters as in maskprior.py.
 """
+import argparse
+import hashlib
+import io
+import math
+import os
+import pickle
 import random
+import re
+import sys
+import tarfile
+import urllib.request
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path, PurePosixPath
 from typing import Callable
 
 import torch
@@ -15,11 +28,15 @@ class UsageError(Exception):
     """A setting that makes no task; train.py prints it as one line and exits with 2."""
 
 
+class DataError(Exception):
+    """Data that is missing or damaged; train.py prints it as one line and exits with 1."""
+
+
 @dataclass
 class Task:
-    model: dict           # arguments of maskprior.Transformer: vocab, N, outputs, rows, pool, causal
-    opened: torch.Tensor  # interaction structure, bool [N, N] or [H, N, N]: query token i needs key token j
-    batch: Callable       # (generator, size) -> inputs [size, N] and their targets, drawn from the training set
+    model: dict           # arguments of maskprior.Transformer: inputs, grid, outputs, rows, pool, causal, ...
+    distance: torch.Tensor  # interaction structure, [N, N] or [H, N, N]: 0 where query i needs key j, else 1 or more
+    batch: Callable       # (generator, size, step, part) -> inputs and targets of the training set; of the batch, a part
     loss: Callable        # (outputs of the model, targets) -> scalar
     evaluate: Callable    # (predict: inputs -> outputs, without gradients) -> {metric: number, or details}
     probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
@@ -27,6 +44,8 @@ class Task:
     shown: tuple          # the metrics on the line that is printed at each evaluation
     summary: Callable     # (result) -> the lines that are printed at the end
     known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics
+    size: int = 0         # training examples in an epoch
+    shifts: torch.Tensor = None  # [H, N, N] one-hot: the target attention of the arm impulse
 
 
 # ------------------------------------------------------- Boolean: generalisation on the unseen (Abbe et al., ICML 2023)
@@ -155,8 +174,8 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
         tokens = torch.cat([torch.full_like(tokens[:, :1], 2), tokens], 1)         # the class token
     seen_tokens, seen_y = tokens[~unseen], y[~unseen]
 
-    def batch(generator, size):
-        i = torch.randint(len(seen_y), (size,), generator=generator).to(device)
+    def batch(generator, size, step=0, part=slice(None)):
+        i = torch.randint(len(seen_y), (size,), generator=generator)[part].to(device)
         return seen_tokens[i], seen_y[i]
 
     def loss(outputs, target):
@@ -194,8 +213,8 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
 
     opened = boolean_structure(bits if prior_bits is None else prior_bits, pattern, heads)
     fitted_below = 0.01 * y.var(unbiased=False).item()
-    return Task(model=dict(vocab=3, N=tokens.shape[1], outputs=1, rows=slice(0, None if bits is None else 1)),
-                opened=opened.to(device), batch=batch, loss=loss, evaluate=evaluate,
+    return Task(model=dict(inputs=3, grid=(tokens.shape[1],), outputs=1, rows=slice(0, None if bits is None else 1)),
+                distance=(~opened).float().to(device), batch=batch, loss=loss, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 256)[0],
                 fitted=lambda metrics: metrics['loss_seen'] < fitted_below,
                 shown=('loss', 'accuracy_seen', 'accuracy_unseen'), summary=summary,
@@ -280,8 +299,8 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
     texts = {key: arithmetic_text(*pair.T, sign, n, order).to(device) for key, pair in pairs.items()}
     seen, test = texts['seen'], texts['test']
 
-    def batch(generator, size):
-        text = seen[torch.randint(len(seen), (size,), generator=generator).to(device)]
+    def batch(generator, size, step=0, part=slice(None)):
+        text = seen[torch.randint(len(seen), (size,), generator=generator)[part].to(device)]
         return text[:, :-1], text[:, first + 1:]
 
     def loss(outputs, target):
@@ -318,9 +337,434 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
                 *(f'wrong: {line}' for line in result['wrong'])]
 
     opened = arithmetic_structure(sign, n, heads, order, without)
-    return Task(model=dict(vocab=len(VOCAB), N=test.shape[1] - 1, outputs=len(VOCAB), rows=slice(first, None), pool=False,
+    return Task(model=dict(inputs=len(VOCAB), grid=(test.shape[1] - 1,), outputs=len(VOCAB), rows=slice(first, None), pool=None,
                            causal=True),
-                opened=(opened if per_head else opened.any(0)).to(device), batch=batch, loss=loss, evaluate=evaluate,
+                distance=(~(opened if per_head else opened.any(0))).float().to(device), batch=batch, loss=loss, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 256)[0],
                 fitted=lambda metrics: metrics['sequence_accuracy_seen'] >= 0.99,
                 shown=('loss_seen', 'sequence_accuracy_seen', 'sequence_accuracy', 'digit_accuracy'), summary=summary)
+
+
+# ------------------------------------------------------------------------------------------------------------- vision
+
+# name: (classes, side in pixels, patch, channel means, channel standard deviations of the training images in [0, 1])
+VISION = {
+    'cifar10': (10, 32, 4, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    'cifar100': (100, 32, 4, (0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
+    'imagenet100': (100, 224, 16, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+PAPER |= {('cifar10', arm): dict(accuracy=a) for arm, a in (('default', 0.9420), ('impulse', 0.9512), ('mask', 0.9566))}
+
+CIFAR = {'cifar10': ('cifar-10-batches-py', 'cifar-10-python.tar.gz', 'cifar-10-batches-bin', 'cifar-10-binary.tar.gz'),
+         'cifar100': ('cifar-100-python', 'cifar-100-python.tar.gz', 'cifar-100-binary', 'cifar-100-binary.tar.gz')}
+DOWNLOADS = {  # name: (address, size in bytes, md5 as torchvision and the authors' page give it)
+    'cifar10': ('https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz', 170498071, 'c58f30108f718f92721af3b95e74349a'),
+    'cifar100': ('https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz', 169001437, 'eb9058c3a382ffc7106e4002c42a8d85'),
+}
+
+
+def unpickle(data):
+    """The dictionary in a CIFAR pickle (bytes), with str keys and uint8 tensors, without numpy.
+
+    No code of the file runs: numpy's constructors are replaced by stand-ins that note shape and bytes, and any other name is
+    refused with an UnpicklingError.
+    """
+    class Array:
+        def __setstate__(self, state):
+            self.shape, self.bytes = state[1], state[4]
+
+    class Dtype:
+        def __init__(self, kind, *_):
+            if kind not in ('u1', b'u1', 'uint8', b'uint8'):
+                raise pickle.UnpicklingError(f'an array of type {kind!r}')
+
+        def __setstate__(self, state):
+            pass
+
+    def from_buffer(data, dtype, shape, order):
+        array = Array()
+        array.__setstate__((1, shape, dtype, False, data))
+        return array
+
+    stand_ins = {('multiarray', '_reconstruct'): lambda *_: Array(), ('numeric', '_frombuffer'): from_buffer,
+                 ('numpy', 'ndarray'): Array, ('numpy', 'dtype'): Dtype, ('_codecs', 'encode'): lambda text, _: text.encode('latin1')}
+
+    class Restricted(pickle.Unpickler):
+        def find_class(self, module, name):
+            short = module.removeprefix('numpy.core.').removeprefix('numpy._core.')
+            if (short, name) not in stand_ins:
+                raise pickle.UnpicklingError(f'it asks for {module}.{name}')
+            return stand_ins[short, name]
+
+    content = Restricted(io.BytesIO(data), encoding='bytes').load()
+    content = {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
+    return {k: torch.frombuffer(bytearray(v.bytes), dtype=torch.uint8).view(v.shape) if isinstance(v, Array) else v
+            for k, v in content.items()}
+
+
+def cifar_files(name, data_dir):
+    """(where, {file name: content}) of the official archive, python or binary, as a folder or .tar.gz; nothing is unpacked."""
+    names = CIFAR[name]
+    for folder, archive in ((Path(data_dir) / names[0], Path(data_dir) / names[1]), (Path(data_dir) / names[2], Path(data_dir) / names[3])):
+        if folder.is_dir():
+            return folder, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        if archive.exists():
+            files = {}
+            try:
+                with tarfile.open(archive) as tar:
+                    for member in tar:
+                        parts = PurePosixPath(member.name).parts
+                        if not (member.isfile() or member.isdir()) or '..' in parts or parts[:1] == ('/',):
+                            raise DataError(f'{archive} holds {member.name}, which no official archive does')
+                        if member.isfile():
+                            files[parts[-1]] = tar.extractfile(member).read()
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+                raise DataError(f'{archive} can not be read ({error}): download it again') from None
+            return archive, files
+    raise DataError(f'{name} is not in {data_dir}: python tasks.py download {name} --data-dir {data_dir}')
+
+
+def cifar(name, data_dir):
+    """((images, labels), (images, labels)) to train and to test on: uint8 [S, 3, 32, 32] and int64 [S]."""
+    where, files = cifar_files(name, data_dir)
+    binary = any(file.endswith('.bin') for file in files)
+    fine = int(name == 'cifar100')                                                 # records begin with a coarse label
+
+    def read(file):
+        """-> images, labels, the number of training batches that the file says there are"""
+        path = f'{where}/{file}'
+        if not files.get(file):
+            raise DataError(f'{path} is {"empty" if file in files else "missing"}: download {name} again')
+        if binary:                                                                 # (coarse label,) label, 3072 pixels
+            record = torch.frombuffer(bytearray(files[file]), dtype=torch.uint8)
+            if len(record) % (3073 + fine):
+                raise DataError(f'{path} is cut off: {len(record)} bytes are no whole number of records')
+            record = record.view(-1, 3073 + fine)
+            images, labels, batches = record[:, 1 + fine:], record[:, fine].long(), 5
+        else:
+            try:
+                content = unpickle(files[file])
+                images, labels = content['data'], torch.tensor(content['fine_labels' if fine else 'labels'])
+            except Exception as error:                                             # a damaged pickle raises almost anything
+                raise DataError(f'{path} is no CIFAR batch ({error}): download {name} again') from None
+            says = re.search(r'training batch \d+ of (\d+)', str(content.get('batch_label')))
+            batches = int(says[1]) if says else 5
+        if images.shape != (len(labels), 3072):
+            raise DataError(f'{path} holds {len(labels)} labels for images of shape {tuple(images.shape)}')
+        if not len(labels) or labels.min() < 0 or labels.max() >= VISION[name][0]:
+            raise DataError(f'{path} has no images, or labels beyond the {VISION[name][0]} classes')
+        return images.view(-1, 3, 32, 32), labels, batches
+
+    end = '.bin' if binary else ''
+    if fine:
+        return read('train' + end)[:2], read('test' + end)[:2]
+    first = read('data_batch_1' + end)
+    parts = [first, *(read(f'data_batch_{i}{end}') for i in range(2, first[2] + 1))]
+    return tuple(torch.cat([part[i] for part in parts]) for i in (0, 1)), read('test_batch' + end)[:2]
+
+
+def image_files(root, split, classes):
+    """{class: [files]} of root/split/<class>/, of the classes asked for (all: None) that hold an image; sorted, each file once."""
+    folders = [f for f in sorted((root / split).iterdir()) if f.is_dir() and not f.name.startswith('.')
+               and (classes is None or f.name in classes)]
+    found = {f.name: sorted(p for p in f.iterdir() if p.suffix.lower() in ('.jpeg', '.jpg') and not p.name.startswith('.'))
+             for f in folders}
+    return {name: files for name, files in found.items() if files}
+
+
+def decoded(files, side, cache):
+    """uint8 [S, 3, side, side] of the image files: short edge to `side`, centre crop. Decoded once, into the folder `cache`.
+
+    The cache is a memory-mapped file under a name that says which files, sizes and dates went into it; it gets that name when
+    it is complete, so an interrupted build is never taken for a finished one.
+    """
+    stamp = hashlib.sha256(repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()).hexdigest()[:16]
+    path, size = Path(cache) / f'{len(files)}-images-{side}px-{stamp}.u8', len(files) * 3 * side * side
+    if not path.exists():
+        try:
+            from PIL import Image
+        except ImportError:
+            raise DataError('decoding JPEG files needs Pillow: pip install pillow') from None
+
+        def decode(file):
+            try:
+                with Image.open(file) as image:
+                    image = image.convert('RGB')                                   # greyscale, CMYK, a PNG by another name
+                    scale = side / min(image.size)
+                    image = image.resize([max(side, round(n * scale)) for n in image.size], Image.Resampling.BICUBIC)
+                    left, top = ((n - side) // 2 for n in image.size)
+                    data = image.crop((left, top, left + side, top + side)).tobytes()
+            except Exception as error:                                             # Pillow raises almost anything
+                raise DataError(f'{file} can not be decoded ({error}): remove or replace it') from None
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+        try:
+            with open(temporary, 'wb') as out, ThreadPoolExecutor(os.cpu_count()) as pool:
+                for start in range(0, len(files), 1000):                           # so that no more than this waits in memory
+                    for image in pool.map(decode, files[start:start + 1000]):
+                        out.write(bytes(image.contiguous().untyped_storage()))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(-1, 3, side, side)
+
+
+def imagenet100(data_dir, side, cache):
+    """As cifar(), from imagenet100/{train,val}/<WordNet id>/*.JPEG; data_dir/imagenet100_classes.txt, if there, says which."""
+    root, listed = Path(data_dir) / 'imagenet100', Path(data_dir) / 'imagenet100_classes.txt'
+    if not (root / 'train').is_dir() or not (root / 'val').is_dir():
+        raise DataError(f'{root}/train and {root}/val are not both there: ImageNet has to be fetched from image-net.org by hand, and '
+                        f'its class folders (the 100 in {listed.name}) laid out as train/<WordNet id>/*.JPEG and val/<WordNet id>/*.JPEG')
+    classes = set(listed.read_text().split()) if listed.exists() else None
+    found = {split: image_files(root, split, classes) for split in ('train', 'val')}
+    names = list(found['train'])
+    if not names or set(found['val']) != set(names):
+        raise DataError(f'{root}: train has images of {len(names)} classes, val of {len(found["val"])}, and they must be the same')
+    parts = []
+    for split in ('train', 'val'):
+        files = [file for name in names for file in found[split][name]]
+        parts.append((decoded(files, side, cache), torch.tensor([names.index(f.parent.name) for f in files])))
+    return tuple(parts)
+
+
+def shuffled(n, size, step, seed):
+    """The indices [size] of batch `step` in an endless stream of epochs, each a permutation of all n of its own."""
+    start, end = step * size, (step + 1) * size
+    order = [torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch))
+             for epoch in range(start // n, (end - 1) // n + 1)]
+    return torch.cat(order)[start % n:][:size]
+
+
+def affine(B, **entries):
+    """[B, 3, 3] maps of output to input coordinates in [-1, 1]: the identity but for entries such as xy=[B], x from y."""
+    matrix = torch.eye(3).repeat(B, 1, 1)
+    for name, values in entries.items():
+        matrix[:, 'xy'.index(name[0]), 'xy1'.index(name[1])] = values
+    return matrix
+
+
+OPERATIONS = ('rotate', 'shear x', 'shear y', 'translate x', 'translate y', 'brightness', 'contrast', 'saturation', 'posterize',
+              'solarize')
+
+
+def draw_augmentation(generator, B, side, crop='pad', operations=0, magnitude=9, erasing=0.):
+    """The random parameters of augment() for B images of `side` pixels, {name: [B, ...]} on the CPU.
+
+    crop: 'pad' shifts by up to an eighth of the side, black beyond the edge; 'resized' takes 8 to 100 % of the area at an aspect
+    of 3/4 to 4/3. A flip with probability 1/2. RandAugment (Cubuk et al. 2019): `operations` of OPERATIONS an image,
+    at `magnitude` of 10 with a random sign; here geometry comes before colour. Erasing (Zhong et al. 2017), with this probability.
+    """
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(B, *shape, generator=generator)
+
+    def box(low, high, log_aspect):
+        """top, left, bottom, right [B, 4], in shares of the side: an area from low to high, somewhere inside."""
+        area, aspect = uniform(low, high), uniform(-log_aspect, log_aspect).exp()
+        size = torch.stack([(area * aspect).sqrt(), (area / aspect).sqrt()], 1).clamp(max=1)
+        corner = uniform(0, 1, 2) * (1 - size)
+        return torch.cat([corner, corner + size], 1)
+
+    flip = uniform(0, 1).lt(0.5) * -2. + 1
+    if crop == 'resized':
+        y0, x0, y1, x1 = box(0.08, 1, math.log(4 / 3)).T
+        geometry = affine(B, xx=flip * (x1 - x0), yy=y1 - y0, x1=x0 + x1 - 1, y1=y0 + y1 - 1)
+    else:
+        pad = side // 8
+        shift = torch.randint(-pad, pad + 1, (2, B), generator=generator) * 2. / side
+        geometry = affine(B, xx=flip, x1=shift[0], y1=shift[1])
+    p = dict(brightness=torch.ones(B), contrast=torch.ones(B), saturation=torch.ones(B), posterize=torch.ones(B),
+             solarize=torch.full((B,), 2.))
+    for _ in range(operations):
+        chosen = torch.randint(len(OPERATIONS), (B,), generator=generator)
+        signed = uniform(0, 1).lt(0.5) * 2. - 1
+        amount = {name: (chosen == i) * signed * magnitude / 10 for i, name in enumerate(OPERATIONS)}
+        angle = math.radians(30) * amount['rotate']
+        for matrix in (affine(B, xx=angle.cos(), xy=-angle.sin(), yx=angle.sin(), yy=angle.cos()),
+                       affine(B, xy=0.3 * amount['shear x']), affine(B, yx=0.3 * amount['shear y']),
+                       affine(B, x1=0.9 * amount['translate x'], y1=0.9 * amount['translate y'])):
+            geometry = geometry @ matrix
+        for name in ('brightness', 'contrast', 'saturation'):
+            p[name] = p[name] * (1 + 0.9 * amount[name])
+        p['posterize'] = p['posterize'] * 2 ** (4 * amount['posterize'].abs()).floor()       # the step in grey values
+        p['solarize'] = p['solarize'] - 2 * amount['solarize'].abs()                         # above this, inverted: 2 never
+    erased = box(0.02, 1 / 3, math.log(10 / 3)) * uniform(0, 1).lt(erasing)[:, None]
+    return p | dict(geometry=geometry[:, :2], erase=erased)
+
+
+def inside(box, h, w):
+    """bool [B, 1, h, w]: the pixels of the boxes [B, 4] (top, left, bottom, right in shares of the side)."""
+    y = torch.arange(h, device=box.device)[None, :, None] + 0.5
+    x = torch.arange(w, device=box.device)[None, None, :] + 0.5
+    top, left, bottom, right = (box[:, i, None, None] for i in range(4))
+    return ((y > top * h) & (y < bottom * h) & (x > left * w) & (x < right * w))[:, None]
+
+
+def augment(x, p, side, mean, std):
+    """uint8 [B, 3, R, R] -> normalised [B, 3, side, side], by the parameters p of draw_augmentation on the same device."""
+    per = lambda name: p[name][:, None, None, None]
+    grid = F.affine_grid(p['geometry'], (len(x), 3, side, side), align_corners=False)
+    x = F.grid_sample(x.float() / 255, grid, align_corners=False)
+    x = (x * per('brightness')).clamp(0, 1)
+    grey = x.mean((1, 2, 3), keepdim=True)
+    x = (grey + (x - grey) * per('contrast')).clamp(0, 1)
+    grey = x.mean(1, keepdim=True)
+    x = (grey + (x - grey) * per('saturation')).clamp(0, 1)
+    steps = per('posterize')
+    x = torch.where(steps > 1, (x * 255 / steps).floor() * steps / 255, x)
+    x = torch.where(x >= per('solarize'), 1 - x, x)
+    x = (x - mean) / std
+    return x.masked_fill(inside(p['erase'], side, side), 0.)
+
+
+def mix(x, y, generator, mixup, cutmix):
+    """Mixup (Zhang et al. 2017) or CutMix (Yun et al. 2019) of neighbours 2i and 2i + 1; x [B, 3, h, w], y [B, classes].
+
+    mixup, cutmix: the alpha of Beta(alpha, alpha), from which a batch's share is drawn, 0 for without. Both: one of them at random.
+    """
+    dice = random.Random(int(torch.randint(2 ** 62, (1,), generator=generator)))
+    alpha, cut = (cutmix, True) if cutmix and (not mixup or dice.random() < 0.5) else (mixup, False)
+    if not alpha:
+        return x, y
+    share = dice.betavariate(alpha, alpha)                                         # of the image itself
+    other_x, other_y = (t.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) for t in (x, y))
+    if cut:
+        half, centre = math.sqrt(1 - share) / 2, (dice.random(), dice.random())
+        box = torch.tensor([[max(0., c - half) for c in centre] + [min(1., c + half) for c in centre]], device=x.device)
+        within = inside(box, *x.shape[2:])
+        share = 1 - within.float().mean()
+        x = torch.where(within, other_x, x)
+    else:
+        x = share * x + (1 - share) * other_x
+    return x, share * y + (1 - share) * other_y
+
+
+SHIFTS = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1), (-1, -1), (-1, 1), (1, -1), (1, 1))   # centre, up, right, down, left, ...
+
+
+def offsets(rows, cols):
+    """[N, N, 2]: by how many rows and columns of the grid key token j lies from query token i. Nothing wraps."""
+    place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
+    return place[None] - place[:, None]
+
+
+def locality(rows, cols, heads=0):
+    """The prior's distance on a grid: 2 outside the 3 x 3 neighbourhood; or, for each of `heads`, [H, N, N], the squared distance
+    from the query's place moved by the head's shift, at most 9. Heads beyond nine begin again with the first shift.
+    """
+    to = offsets(rows, cols)
+    if not heads:
+        return 2. * (to.abs().amax(-1) > 1)
+    return torch.stack([(to - torch.tensor(SHIFTS[h % 9])).square().sum(-1).clamp(max=9).float() for h in range(heads)])
+
+
+def shift_targets(rows, cols, heads):
+    """[H, N, N], one-hot rows: the patch that each head's shift leads to; beyond the edge, the nearest one inside."""
+    place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
+    targets = []
+    for h in range(heads):
+        to = (place + torch.tensor(SHIFTS[h % 9])).clamp(min=0)
+        targets.append(F.one_hot(to[:, 0].clamp(max=rows - 1) * cols + to[:, 1].clamp(max=cols - 1), rows * cols).float())
+    return torch.stack(targets)
+
+
+def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos', drop_path=0., per_head=True, heads=3, crop='pad',
+           operations=0, erasing=0., mixup=0., cutmix=0., smoothing=0.1, cache='cache', seed=0, device='cpu'):
+    """Image classification: a grid of patches, a prior of locality (`locality`), soft labels in the loss.
+
+    The images are one uint8 tensor on the device, and augmentation is tensor code there.
+    """
+    classes, own_side, own_patch, mean, std = VISION[name]
+    side, patch = side or own_side, patch or own_patch
+    if side % patch:
+        raise UsageError(f'--image-size {side} is not a multiple of --patch {patch}')
+    if name == 'imagenet100':
+        stored = side * 8 // 7                                                     # 256 for 224, as is usual
+        (x, y), (test_x, test_y) = imagenet100(data_dir, stored, cache)
+        classes = int(y.max()) + 1
+    elif side != own_side:
+        raise UsageError(f'--image-size: the images of {name} have {own_side} pixels')
+    else:
+        (x, y), (test_x, test_y) = cifar(name, data_dir)
+    x, y, test_x, test_y = (t.to(device) for t in (x, y, test_x, test_y))
+    mean, std = (torch.tensor(c, device=device).view(3, 1, 1) for c in (mean, std))
+
+    def plain(x):
+        edge = (x.shape[2] - side) // 2
+        return (x[..., edge:edge + side, edge:edge + side].float() / 255 - mean) / std
+
+    def batch(generator, size, step=0, part=slice(None)):
+        """The parameters of all the batch are drawn, whatever the part, so that several processes together are as one."""
+        i = shuffled(len(y), size, step, seed)[part].to(device)
+        p = {k: v[part].to(device) for k, v in draw_augmentation(generator, size, x.shape[2], crop, operations, 9, erasing).items()}
+        target = F.one_hot(y[i], classes) * (1 - smoothing) + smoothing / classes
+        return mix(augment(x[i], p, side, mean, std), target, generator, mixup, cutmix)
+
+    def evaluate(predict):
+        def score(x, y):
+            outputs = torch.cat([predict(plain(part)) for part in x.split(1000)])
+            return (outputs.argmax(1) == y).float().mean().item(), F.cross_entropy(outputs, y).item()
+        (accuracy, loss), (seen, loss_seen) = score(test_x, test_y), score(x[:2000], y[:2000])
+        return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
+
+    def summary(result):
+        paper = PAPER.get((name, result['init']))
+        return [f'{len(y):,} training images of {classes} classes, {len(test_y):,} test images: top-1 {result["accuracy"]:.2%}'
+                + (f' (paper, all of the data, 300 epochs: {paper["accuracy"]:.2%})' if paper else '')]
+
+    grid = (side // patch,) * 2
+    distance = locality(*grid, heads if per_head else 0)
+    if pool == 'cls':
+        distance = F.pad(distance, (1, 0, 1, 0))                                   # the class token is free, and free to be seen
+    return Task(model=dict(inputs=(3, patch), grid=grid, outputs=classes, class_token=pool == 'cls', pool='mean',
+                           rows=slice(0, 1 if pool == 'cls' else None), sincos_positions=positions == 'sincos', drop_path=drop_path),
+                distance=distance.to(device), batch=batch, loss=F.cross_entropy, evaluate=evaluate, probe=plain(x[:256]),
+                fitted=lambda metrics: metrics['accuracy_seen'] >= 0.99, shown=('loss', 'accuracy_seen', 'accuracy'), summary=summary,
+                size=len(y), shifts=shift_targets(*grid, heads).to(device))
+
+
+# ----------------------------------------------------------------------------------------------------------- download
+
+def download(name, data_dir):
+    """Fetches the official archive into data_dir: checked by size and md5 before it gets its name."""
+    address, size, md5 = DOWNLOADS[name]
+    path = Path(data_dir) / address.rsplit('/', 1)[1]
+    if path.exists():
+        print(f'{path} is already there')
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    try:
+        digest, got = hashlib.md5(), 0
+        with urllib.request.urlopen(address, timeout=60) as source, open(temporary, 'wb') as out:
+            while chunk := source.read(1 << 20):
+                out.write(chunk)
+                digest.update(chunk)
+                got += len(chunk)
+                print(f'\r{path.name}: {got / 1e6:.0f} of {size / 1e6:.0f} MB', end='', flush=True)
+        print()
+        if got != size or digest.hexdigest() != md5:
+            raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, expected {size} with {md5}: nothing is kept')
+        os.replace(temporary, path)
+    except OSError as error:                                                       # no network, no space, no such page
+        raise DataError(f'{address} can not be fetched into {data_dir}: {error}') from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description='Fetches a data set from its official address: python tasks.py download cifar10')
+    parser.add_argument('command', choices=['download'])
+    parser.add_argument('name', choices=sorted(DOWNLOADS))
+    parser.add_argument('--data-dir', default=os.environ.get('MASKPRIOR_DATA', 'data'), help='folder to put it in (default %(default)s)')
+    args = parser.parse_args(argv)
+    try:
+        download(args.name, args.data_dir)
+    except DataError as error:
+        print(f'tasks.py: {error}', file=sys.stderr)
+        return 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -18,7 +18,9 @@ from pathlib import Path
 
 warnings.filterwarnings('ignore', 'Failed to initialize NumPy')  # numpy is not required; torch mentions its absence
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import maskprior
 import tasks
@@ -49,7 +51,7 @@ def setting(default, help, type=None, choices=None, tasks=None):
 @dataclass
 class Settings:
     """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
-    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC))
+    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC, *tasks.VISION))
     init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
     seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
     # the task and its prior
@@ -64,7 +66,16 @@ class Settings:
                          tasks=tasks.ARITHMETIC)
     without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
                            choices=('carry', 'products'), tasks=tasks.ARITHMETIC)
-    flip: float = setting(0., "share of the prior's entries that are flipped")
+    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA', 'data'), 'folder of the data sets; or MASKPRIOR_DATA', tasks=tasks.VISION)
+    cache: str = setting('cache', 'folder for decoded images', tasks=tasks.VISION)
+    image_size: int = setting(None, "side of the images, the data's own unless given: only for imagenet100", int, tasks=tasks.VISION)
+    crop: str = setting('pad', 'augmentation: tasks.draw_augmentation', choices=('pad', 'resized'), tasks=tasks.VISION)
+    randaugment: int = setting(0, 'operations of RandAugment an image', tasks=tasks.VISION)
+    erasing: float = setting(0., 'probability of random erasing', tasks=tasks.VISION)
+    mixup: float = setting(0., 'alpha of Mixup, 0 for none', tasks=tasks.VISION)
+    cutmix: float = setting(0., 'alpha of CutMix, 0 for none', tasks=tasks.VISION)
+    smoothing: float = setting(0.1, 'of the labels', tasks=tasks.VISION)
+    flip: float = setting(0., "share of the prior's entries that are flipped", tasks=tasks.BOOLEAN)
     strength: float = setting(8., 'nats by which the prior puts closed pairs below open ones; ours')
     level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
@@ -73,18 +84,24 @@ class Settings:
     width: int = setting(64, 'D; ours')
     heads: int = setting(4, 'H; ours')
     layers: int = setting(2, 'L; ours')
+    patch: int = setting(None, 'side of a patch; 4, imagenet100 16', int, tasks=tasks.VISION)
+    pool: str = setting('mean', 'of the patches, or a class token', choices=('mean', 'cls'), tasks=tasks.VISION)
+    positions: str = setting('sincos', 'fixed sin-cos or learned', choices=('sincos', 'learned'), tasks=tasks.VISION)
+    drop_path: float = setting(0., 'stochastic depth, rising to this in the last block', tasks=tasks.VISION)
     pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     bf16: bool = setting(False, 'autocast the model to bfloat16; weights and optimiser stay fp32')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
     # the optimisation
     steps: int = setting(1000, 'optimiser steps; ours')
-    batch: int = setting(64, 'B, inputs in a step; ours')
+    epochs: int = setting(None, 'instead of --steps; --warmup and --eval-every then count epochs too', int, tasks=tasks.VISION)
+    batch: int = setting(64, 'B, inputs in a step, of all processes together; ours')
     lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0; ours')
     warmup: int = setting(50, 'steps over which the learning rate rises linearly; ours')
     weight_decay: float = setting(0., 'of the weights of linear layers; never of M, biases, norms and embeddings; ours')
+    clip: float = setting(0., 'norm that the gradient is cut to, 0 for no limit')
     # the run
-    eval_every: int = setting(200, 'steps between evaluations on everything')
+    eval_every: int = setting(200, 'steps between evaluations')
     device: str = setting('cpu', 'cpu, cuda, ...')
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
@@ -92,7 +109,9 @@ class Settings:
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
-ADDITION = dict(width=128, layers=4, init_std=0.03, per_head=True, steps=1500, eval_every=500, warmup=100, weight_decay=1., bf16=True)
+ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000, warmup=100, weight_decay=1., bf16=True)
+VISION = dict(width=96, heads=3, layers=6, strength=1., level=2., per_head=True, epochs=20, batch=128, warmup=2, eval_every=1,
+              weight_decay=0.05, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
@@ -102,6 +121,7 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: R
     'add4': ADDITION | dict(frac=1e-5),
     'add5': ADDITION | dict(frac=1e-7),
     'mul3': ADDITION | dict(frac=0.03, init_std=0.05, steps=3500, eval_every=875, batch=256, lr=3e-3),
+    **{task: dict(VISION, **own) for task, own in (('cifar10', {}), ('cifar100', {}), ('imagenet100', dict(crop='resized')))},
 }
 
 
@@ -132,13 +152,15 @@ def parse(argv):
         given['hole'] = given['hole'].strip()
     settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
     for names, fine, must in (
-            (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'eval_every', 'lr', 'strength'),
-             lambda n: 0 < n < math.inf, 'positive and finite'),
-            (('pos_std', 'warmup', 'weight_decay'), lambda n: 0 <= n < math.inf, 'at least 0 and finite'),
-            (('flip', 'frac'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
+            (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'epochs', 'eval_every', 'lr', 'strength', 'patch',
+              'image_size'), lambda n: 0 < n < math.inf, 'positive and finite'),
+            (('pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < math.inf,
+             'at least 0 and finite'),
+            (('flip', 'frac', 'erasing', 'smoothing'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
+            (('drop_path',), lambda n: 0 <= n < 1, 'a share, below 1'),
             (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
         for name in names:
-            if not fine(getattr(settings, name)):
+            if getattr(settings, name) is not None and not fine(getattr(settings, name)):
                 raise UsageError(f'--{name.replace("_", "-")} {getattr(settings, name)} must be {must}')
     for f in dataclasses.fields(Settings):
         if f.name in given and settings.task not in (f.metadata['tasks'] or [settings.task]):
@@ -146,6 +168,10 @@ def parse(argv):
                              f'{", ".join(f.metadata["tasks"])}')
     if settings.freeze_mask and settings.init != 'mask':
         raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
+    if settings.init in ('mimetic', 'impulse') and settings.task not in tasks.VISION:
+        raise UsageError(f'--init {settings.init} is about images; {settings.task} has none')
+    if (settings.mixup or settings.cutmix) and settings.batch % 2:
+        raise UsageError(f'--mixup and --cutmix mix neighbours: --batch {settings.batch} must be even')
     if settings.overwrite and settings.resume:
         raise UsageError('--overwrite starts over and --resume goes on: choose one')
     if settings.width % settings.heads:
@@ -160,30 +186,36 @@ def parse(argv):
 # --------------------------------------------------------------------------------------------------------------- parts
 
 def build(settings):
-    """Settings -> (task, model with the arm's prior written in, M0). Same seed: same weights but for the arm's own."""
+    """Settings -> (task, model with the arm's prior written in, its target attention). Same seed: same weights but for the arm's own."""
     s = settings
     if s.task in tasks.BOOLEAN:
         task = tasks.boolean(s.task, s.hole, s.prior_bits, s.pattern, s.heads, s.device)
-    else:
+    elif s.task in tasks.ARITHMETIC:
         task = tasks.arithmetic(s.task, s.frac, s.order, s.without, s.per_head, s.heads, s.seed, s.device)
-    opened = task.opened
+    else:
+        task = tasks.vision(s.task, s.data_dir, s.patch, s.image_size, s.pool, s.positions, s.drop_path, s.per_head, s.heads, s.crop,
+                            s.randaugment, s.erasing, s.mixup, s.cutmix, s.smoothing, s.cache, s.seed, s.device)
+    distance = task.distance
     if settings.flip:
         generator = torch.Generator().manual_seed(settings.seed)
-        opened = opened ^ (torch.rand(opened.shape, generator=generator) < settings.flip).to(opened.device)
+        flipped = (torch.rand(distance.shape, generator=generator) < settings.flip).to(distance.device)
+        distance = torch.where(flipped, 1 - distance, distance)
     torch.manual_seed(settings.seed)
     model = maskprior.Transformer(**task.model, D=settings.width, H=settings.heads, L=settings.layers,
                                   pos_std=settings.pos_std, init_std=settings.init_std,
-                                  sdpa=settings.sdpa).to(settings.device)
+                                  sdpa=settings.sdpa).to(settings.device).eval()
+    allowed = model.blocks[0].attn.allowed
     try:
-        M0 = maskprior.prior_matrix(opened, settings.strength, settings.level)
+        M0 = maskprior.prior_matrix(distance, settings.strength, settings.level)
         if settings.per_head and M0.ndim == 2:
             M0 = M0.expand(settings.heads, -1, -1)
-        if not maskprior.asking_rows(M0, model.blocks[0].attn.allowed).any():
+        target = task.shifts if settings.init == 'impulse' else maskprior.target_attention(M0, allowed)
+        if not maskprior.asking_rows(target, allowed).any():
             raise ValueError('it puts no pair of tokens above another')
-        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask)
+        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask, task.shifts, settings.seed)
     except (ValueError, torch.linalg.LinAlgError) as error:
         raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
-    return task, model, M0
+    return task, model, target
 
 
 def make_optimiser(model, settings):
@@ -235,8 +267,22 @@ def commit():
 
 # ------------------------------------------------------------------------------------------------------------ training
 
-def train(settings, folder, task, model, M0):
-    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, returns the result."""
+def processes():
+    """(rank, number of processes) under torchrun, else (0, 1)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def train(settings, folder, task, model, target):
+    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, returns the result.
+
+    Of several processes each takes its part of every batch; the first evaluates and writes.
+    """
+    if settings.epochs:
+        per_epoch = task.size / settings.batch
+        settings = dataclasses.replace(settings, steps=round(settings.epochs * per_epoch), warmup=round(settings.warmup * per_epoch),
+                                       eval_every=round(settings.eval_every * per_epoch))
+    rank, world = processes()
+    part = slice(rank * settings.batch // world, (rank + 1) * settings.batch // world)
     optimiser = make_optimiser(model, settings)
     generator = torch.Generator().manual_seed(settings.seed)                       # of the batches, and nothing else
     initial = maskprior.prior_weights(model)
@@ -245,15 +291,16 @@ def train(settings, folder, task, model, M0):
         lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
         write(folder / 'log.jsonl', lambda p: p.write_text(lines))
 
-    def predict(x):
+    def predict(x, model=model):
         with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.bf16):
             return model(x).float()
 
     def restore(path):
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location=settings.device)
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
-        generator.set_state(saved['generator'])
+        generator.set_state(saved['generator'].cpu())
+        torch.set_rng_state(saved['random'].cpu())                                 # of stochastic depth
         return saved['step'], saved['seconds'], saved['log']
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
@@ -264,11 +311,13 @@ def train(settings, folder, task, model, M0):
         model.eval()
         with torch.no_grad():
             metrics = task.evaluate(predict)
+        metrics['prior_tv'] = maskprior.prior_tv(model, target, task.probe)
         model.train()
-        metrics['prior_tv'] = maskprior.prior_tv(model, M0, task.probe)
         return metrics | {f'change_{k}': v for k, v in maskprior.relative_change(model, initial).items()}
 
     def record():
+        if rank:
+            return
         row = {'step': step, 'seconds': seconds} | evaluate()
         if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
             raise RunError(f'diverged: a metric is not finite at step {step}; try a lower --lr than {settings.lr:g}')
@@ -276,27 +325,33 @@ def train(settings, folder, task, model, M0):
         write_log()
         write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
-                 step=step, seconds=seconds, log=log), p))
+                 random=torch.get_rng_state(), step=step, seconds=seconds, log=log), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         shown = '  '.join(f'{name} {row[name]:{".4f" if "loss" in name else "7.2%"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
 
     start = time.perf_counter() - seconds
-    if not log:
+    if step == 0:
         record()
+    model.train()
+    parallel = DistributedDataParallel(model) if world > 1 else model
     while step < settings.steps:
         for group in optimiser.param_groups:
             group['lr'] = learning_rate(step, settings)
-        x, y = task.batch(generator, settings.batch)
-        loss = task.loss(predict(x), y)
+        x, y = task.batch(generator, settings.batch, step, part)
+        loss = task.loss(predict(x, parallel), y)
         optimiser.zero_grad()
         loss.backward()
+        if settings.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimiser.step()
         step += 1
         if step % settings.eval_every == 0 or step == settings.steps:
             seconds = time.perf_counter() - start
             record()
 
+    if rank:
+        return
     final = {k: v for k, v in log[-1].items() if k != 'prior_tv'}
     return dict(task=settings.task, init=settings.init, seed=settings.seed, steps=settings.steps) | final | dict(
         fitted=task.fitted(final), prior_tv_init=log[0]['prior_tv'],
@@ -307,8 +362,17 @@ def train(settings, folder, task, model, M0):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     settings = parse(argv)
+    if 'RANK' in os.environ and not dist.is_initialized():                         # under torchrun
+        if settings.device.startswith('cuda'):
+            settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
+            torch.cuda.set_device(settings.device)
+        dist.init_process_group('nccl' if settings.device.startswith('cuda') else 'gloo')
+    rank, world = processes()
+    if settings.batch % (2 * world) and world > 1:
+        raise UsageError(f'--batch {settings.batch} is not a multiple of twice the {world} processes')
     folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
-    describing = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ('out', 'name', 'overwrite', 'resume')}
+    describing = {k: v for k, v in dataclasses.asdict(settings).items()
+                  if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
     if not settings.overwrite and any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
         before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
         for name, value in describing.items():
@@ -322,12 +386,17 @@ def main(argv=None):
         if not settings.resume:
             raise UsageError(f'{folder} holds an unfinished run: --resume goes on with it, --overwrite starts over')
     built = build(settings)                                                        # refuses bad settings before any file
+    if world > 1:
+        dist.barrier()                                                             # all have read what is there
+    if rank:
+        train(settings, folder, *built)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / 'config.json', dict(
         settings=describing, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
-        threads=torch.get_num_threads(), commit=commit()))
+        threads=torch.get_num_threads(), processes=world, commit=commit()))
     result = train(settings, folder, *built)
     write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))
@@ -342,7 +411,7 @@ def command(main, script):
         return main()
     except UsageError as error:
         code, says = 2, error
-    except (RunError, OSError) as error:
+    except (RunError, tasks.DataError, OSError) as error:
         code, says = 1, error
     except KeyboardInterrupt:
         code, says = 1, 'interrupted; --resume goes on from the last evaluation'

@@ -54,7 +54,7 @@ def run(optimiser, arm, seed, device, points=24):
     lr, steps = OPTIMISERS[optimiser]
     settings = train.parse(['--task', 'parity2', '--init', arm, '--seed', str(seed), '--device', device,
                             '--lr', str(lr), '--steps', str(steps)])
-    task, model, M0 = train.build(settings)
+    task, model, target = train.build(settings)
     start, initial, log = copy.deepcopy(model), prior_weights(model), {}
     opt = torch.optim.SGD(model.parameters(), settings.lr) if optimiser == 'SGD' else train.make_optimiser(model, settings)
     generator = torch.Generator().manual_seed(seed)
@@ -65,14 +65,14 @@ def run(optimiser, arm, seed, device, points=24):
 
     for step in range(steps + 1):
         if step % math.ceil(steps / points) == 0 or step == steps:
-            add(step, {'prior_tv': prior_tv(model, M0, task.probe)} | feature_norms(model, task.probe))
+            add(step, {'prior_tv': prior_tv(model, target, task.probe)} | feature_norms(model, task.probe))
             add(step, {f'change {n}': y for n, y in relative_change(model, initial).items()})
             add(step, {f'moved by {n}': moved(start, model, n, task.probe) for n in ('M', 'QK', 'rest', 'all')})
         if step == steps:
             model.eval()
             with torch.no_grad():
                 found = task.evaluate(model)
-            add(step, {n: found[n] for n in ('accuracy', 'loss_seen')} | {'fitted': int(found['loss_seen'] < task.fitted_below)})
+            add(step, {n: found[n] for n in ('accuracy', 'loss_seen')} | {'fitted': int(task.fitted(found))})
             return log
         for group in opt.param_groups:
             group['lr'] = train.learning_rate(step, settings)
