@@ -52,7 +52,7 @@ def attend(q, k, v, bias=None, sdpa=False):
 class Attention(nn.Module):
     """Multi-head attention over at most N tokens, with room for a mask: `M` is None until `init_mask` sets it.
 
-    Separate projections without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
+    `tied`: M holds one entry for each distance i - j >= 0, [N] or [H, N], instead of [N, N] or [H, N, N]. Separate projections without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
     """
 
     def __init__(self, D, H, allowed=None, sdpa=False):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         if allowed is not None and not allowed.any(-1).all():
             raise ValueError(f'query token {int((~allowed.any(-1)).nonzero()[0])} has no open key: '
                              'its softmax would be NaN')
-        self.H, self.sdpa, self.M = H, sdpa, None
+        self.H, self.sdpa, self.M, self.tied = H, sdpa, None, False
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in 'qkv')
         self.proj = nn.Linear(D, D)
         self.register_buffer('allowed', allowed, persistent=False)
@@ -75,6 +75,10 @@ class Attention(nn.Module):
         queries = range(N)[rows]
         rows = slice(queries.start, queries.stop)                  # N may be less than the mask is made for
         allowed = None if self.allowed is None else self.allowed[rows, :N]
+        if self.tied:
+            device = self.M.device
+            distance = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(N, device=device)
+            return mask_bias(self.M[..., distance.clamp(min=0)], allowed)
         if self.M is not None:
             return mask_bias(self.M[..., rows, :N], allowed)
         if allowed is not None:
@@ -94,15 +98,16 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm Transformer block: attention, then an MLP four times as wide."""
 
-    def __init__(self, D, H, allowed=None, sdpa=False, drop_path=0.):
+    def __init__(self, D, H, allowed=None, sdpa=False, drop_path=0., dropout=0.):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
         self.attn = Attention(D, H, allowed, sdpa)
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
-        self.drop_path = drop_path
+        self.drop_path, self.dropout = drop_path, nn.Dropout(dropout)
 
     def keep(self, branch):
-        """Stochastic depth: in training, an input's branch is dropped with probability drop_path, else scaled up."""
+        """Dropout; and stochastic depth: in training an input's branch is dropped with probability drop_path, else scaled up."""
+        branch = self.dropout(branch)
         if not self.training or not self.drop_path:
             return branch
         return branch * (torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path) / (1 - self.drop_path)
@@ -133,30 +138,60 @@ def sincos(rows, cols, D):
     return torch.cat([x.expand(rows, -1, -1), y[:, None].expand(-1, cols, -1)], 2)
 
 
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of the logits x W^T against target [T], for x [T, D] and W [V, D], `chunk` rows of logits at a time.
+
+    The gradients are formed with the loss, so nothing is computed twice, and the logits never exist as a whole: 4,096 positions of
+    33,278 words are half a gigabyte in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, W, target, chunk=512):
+        loss, grad_x, grad_W = 0., torch.empty_like(x), torch.zeros_like(W)
+        for rows in torch.arange(len(x), device=x.device).split(chunk):
+            logits = x[rows] @ W.T
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            loss = loss - log_p.gather(1, target[rows, None]).sum()
+            if any(ctx.needs_input_grad):
+                grad = log_p.exp_()
+                grad[torch.arange(len(rows), device=x.device), target[rows]] -= 1.
+                grad_x[rows] = (grad @ W).to(x.dtype)
+                grad_W += (grad.T @ x[rows]).to(W.dtype)
+        ctx.save_for_backward(grad_x, grad_W)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_W = ctx.saved_tensors
+        return grad_x * (grad / len(grad_x)), grad_W * (grad / len(grad_x)), None, None
+
+
 class Transformer(nn.Module):
     """Token ids [B, N], or images, -> [B, rows, outputs], read from the tokens in the slice `rows`; [B, outputs] if pooled.
 
     `inputs`: the size of the vocabulary, or (channels, patch side) of images: a ViT. `grid`: (N,) or (rows, cols) of the tokens;
     N may be less in use. `class_token`: a learned one more before the others. `causal`: a token sees no later one.
     `pool`: 'sum' or 'mean' of the tokens read, or None.
-    Token embedding N(0, 1), learned positional embedding N(0, pos_std^2): how far the residual stream can tell two
-    tokens apart other than by attention; or fixed, `sincos`. Linear layers N(0, init_std^2), zero biases. `drop_path`: stochastic
-    depth, from 0 in the first block to this in the last.
+    Token embedding N(0, 1); positional embedding 'learned', N(0, pos_std^2): how far the residual stream can tell two tokens
+    apart other than by attention; fixed, 'sincos'; or 'none'. Linear layers N(0, init_std^2), zero biases. `tied`: the
+    embedding is the output layer too, and begins like one. `drop_path`: stochastic depth, from 0 in the first block to this in the last.
     """
 
-    def __init__(self, inputs, grid, outputs, D=64, H=4, L=2, pos_std=0.1, init_std=0.02, sincos_positions=False,
-                 class_token=False, rows=slice(None), pool='sum', causal=False, drop_path=0., sdpa=False):
+    def __init__(self, inputs, grid, outputs, D=64, H=4, L=2, pos_std=0.1, init_std=0.02, positions='learned', class_token=False,
+                 rows=slice(None), pool='sum', causal=False, tied=False, dropout=0., drop_path=0., sdpa=False):
         super().__init__()
         self.tokens = nn.Embedding(inputs, D) if isinstance(inputs, int) else Patches(*inputs, D)
-        if sincos_positions:
+        if positions == 'sincos':
             self.register_buffer('positions', sincos(*grid, D))
-        else:
-            self.positions = nn.Parameter(pos_std * torch.randn(*grid, D))         # [N, D] or [rows, cols, D]
+        else:                                                                      # [N, D] or [rows, cols, D]
+            self.positions = nn.Parameter(pos_std * torch.randn(*grid, D)) if positions == 'learned' else None
         self.class_token = nn.Parameter(torch.randn(D)) if class_token else None
         N = math.prod(grid) + class_token
         allowed = torch.ones(N, N, dtype=torch.bool).tril() if causal else None
-        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * i / max(1, L - 1)) for i in range(L))
-        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, outputs)
+        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * i / max(1, L - 1), dropout) for i in range(L))
+        self.norm, self.head, self.dropout = nn.LayerNorm(D), nn.Linear(D, outputs, bias=not tied), nn.Dropout(dropout)
+        if tied:
+            self.head.weight = self.tokens.weight
         for layer in [*self.blocks.modules(), self.head]:
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=init_std)
@@ -167,16 +202,20 @@ class Transformer(nn.Module):
 
     def embed(self, x):
         x = self.tokens(x)
-        x = x + self.positions.flatten(0, -2)[:x.shape[1]]                         # [B, N, D]
+        if self.positions is not None:
+            x = x + self.positions.flatten(0, -2)[:x.shape[1]]                     # [B, N, D]
         if self.class_token is not None:
             x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
-        return x
+        return self.dropout(x)
 
-    def forward(self, x):
+    def forward(self, x, target=None):
+        """The outputs; or, given target [B, rows], their mean cross-entropy, for a large vocabulary and no bias (`tied`)."""
         x = self.embed(x)
         for block in self.blocks[:-1]:
             x = block(x)
         x = self.norm(self.blocks[-1](x, self.rows))                               # [B, rows, D]
+        if target is not None:
+            return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, target.flatten())
         if self.pool:
             x = x.mean(1) if self.pool == 'mean' else x.sum(1)
         return self.head(x)
@@ -215,12 +254,20 @@ def target_attention(M0, allowed=None):
     return mask_bias(M0, allowed).softmax(-1)
 
 
-def init_mask(model, M0, freeze=False):
-    """Arm `mask` (the paper's method): every layer's M starts at M0, learnable unless `freeze`; Q and K stay random."""
+def init_mask(model, M0, freeze=False, tie=False):
+    """Arm `mask` (the paper's method): every layer's M starts at M0, learnable unless `freeze`; Q and K stay random.
+
+    `tie`: one entry for each distance i - j, for an M0 that is constant along its diagonals.
+    """
     if not M0.isfinite().all():
         raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
+    if tie:
+        if not torch.equal(M0[..., 1:, 1:].tril(), M0[..., :-1, :-1].tril()):
+            raise ValueError('M0 is not constant along its diagonals, so it can not be tied')
+        M0 = M0[..., 0]                                                            # row i, column 0: distance i
     for block in model.blocks:
         block.attn.M = nn.Parameter(M0.clone().to(block.attn.q.weight), requires_grad=not freeze)
+        block.attn.tied = tie
 
 
 def factors(A, rank):
@@ -254,8 +301,8 @@ def init_qk_svd(model, M0, x):
         C += 1e-6 * C.trace() / D * torch.eye(D, dtype=C.dtype, device=C.device)
         R = torch.linalg.solve(C, Xp.T)
         R = R @ torch.linalg.inv(Xp @ R)                                                     # [D, N]
-        open_keys = torch.ones_like(M0[-1:]) if attn.allowed is None else attn.allowed.to(X)
-        logits = F.logsigmoid(M0.to(X)).expand(attn.H, N, N)
+        open_keys = (torch.ones_like(M0[-1:]) if attn.allowed is None else attn.allowed.to(X))[..., :N, :N]
+        logits = F.logsigmoid(M0.to(X))[..., :N, :N].expand(attn.H, N, N)
         logits = (logits - (logits * open_keys).sum(-1, keepdim=True) / open_keys.sum(-1, keepdim=True)) * open_keys
         for linear, factor in zip((attn.q, attn.k), factors(logits * math.sqrt(d), d)):
             weight = linear.weight.zero_().unflatten(0, (attn.H, d))                         # [H, d, D], a view
@@ -268,7 +315,7 @@ def init_qk_opt(model, M0, x, steps=1000, lr=1e-2):
     Layer by layer, since a layer's input depends on the attention below it; the loss is KL(target || attention).
     """
     for attn, X in layer_inputs(model, x):
-        X, target = X.detach(), target_attention(M0.to(x.device), attn.allowed)
+        X, target = X.detach(), target_attention(M0.to(x.device), attn.allowed)[..., :X.shape[1], :X.shape[1]]
         weights = [attn.q.weight, attn.k.weight]
         optimiser = torch.optim.Adam(weights, lr)
         for step in range(steps):
@@ -311,7 +358,7 @@ def init_impulse(model, target, generator, gain=320.):
     the gain is large, because the content of the patches disturbs the shift: on 8 x 8 patches of CIFAR-10 the shifted patch gets
     0.35 of the attention so, 0.04 by the full rank (ours, measured).
     """
-    if model.class_token is not None or model.positions.ndim != 3:
+    if model.class_token is not None or model.positions is None or model.positions.ndim != 3:
         raise ValueError('impulse shifts patches of a grid: it needs mean pooling, without a class token')
     init_mimetic(model, generator, qk=False)
     P = model.positions.flatten(0, 1).double()                                               # [N, D]
@@ -332,7 +379,7 @@ def init_impulse(model, target, generator, gain=320.):
 ARMS = ('default', 'mask', 'qk-svd', 'qk-opt', 'mimetic', 'impulse')
 
 
-def init_arm(model, arm, M0, x, freeze=False, shifts=None, seed=0):
+def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0):
     """Writes the prior M0 into a built model by the way of `arm`; x [B, N] are training inputs, for the QK arms.
 
     `shifts` is the target of impulse. No arm draws from the global random state or touches a weight that is not its own: the
@@ -340,7 +387,7 @@ def init_arm(model, arm, M0, x, freeze=False, shifts=None, seed=0):
     """
     generator = torch.Generator().manual_seed(seed)
     if arm == 'mask':
-        init_mask(model, M0, freeze)
+        init_mask(model, M0, freeze, tie)
     elif arm == 'qk-svd':
         init_qk_svd(model, M0, x)
     elif arm == 'qk-opt':
@@ -369,8 +416,9 @@ def prior_tv(model, target, x):
     """
     total = 0.
     for attn, X in layer_inputs(model, x):
-        tv = (attn.weights(X).mean(0) - target).abs().sum(-1) / 2                  # [H, N]
-        total += tv[asking_rows(target, attn.allowed).expand_as(tv)].mean().item()
+        N = X.shape[1]                                                             # may be less than the model is made for
+        tv = (attn.weights(X).mean(0) - target[..., :N, :N]).abs().sum(-1) / 2     # [H, N]
+        total += tv[asking_rows(target, attn.allowed)[..., :N].expand_as(tv)].mean().item()
     return total / len(model.blocks)
 
 

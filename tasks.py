@@ -4,6 +4,7 @@ A `Task` is all that train.py needs; one function makes each. Shape letters as i
 """
 import argparse
 import hashlib
+import http.client
 import io
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 import tarfile
 import urllib.request
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -37,8 +39,8 @@ class Task:
     model: dict           # arguments of maskprior.Transformer: inputs, grid, outputs, rows, pool, causal, ...
     distance: torch.Tensor  # interaction structure, [N, N] or [H, N, N]: 0 where query i needs key j, else 1 or more
     batch: Callable       # (generator, size, step, part) -> inputs and targets of the training set; of the batch, a part
-    loss: Callable        # (outputs of the model, targets) -> scalar
-    evaluate: Callable    # (predict: inputs -> outputs, without gradients) -> {metric: number, or details}
+    loss: Callable        # (outputs of the model, targets) -> scalar; None: the model's own, of a large vocabulary
+    evaluate: Callable    # (predict: inputs -> outputs, without gradients; last) -> {metric: number, or details}
     probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
     fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation
     shown: tuple          # the metrics on the line that is printed at each evaluation
@@ -196,7 +198,7 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
                 'fourier': {'*'.join(f'x{i}' for i in s) or '1': coefficients[sum(2 ** i for i in s)].item()
                             for s in monomials}}
 
-    def evaluate(predict):
+    def evaluate(predict, last=False):
         return metrics(torch.cat([predict(t)[:, 0].float() for t in tokens.split(4096)]))
 
     def summary(result):
@@ -318,7 +320,7 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
         number = lambda digits: ''.join(VOCAB[d] for d in (digits.flip(0) if order == 'lsb' else digits))
         return (f'{"".join(VOCAB[t] for t in question[:first + 1])}{number(question[first + 1:])}, answered {number(answer)}')
 
-    def evaluate(predict):
+    def evaluate(predict, last=False):
         some = seen[:2000]
         answers = torch.cat([decode(predict, t) for t in test.split(2000)])
         right = answers == test[:, first + 1:]                                     # [S, answers]
@@ -357,12 +359,6 @@ PAPER |= {('cifar10', arm): dict(accuracy=a) for arm, a in (('default', 0.9420),
 
 CIFAR = {'cifar10': ('cifar-10-batches-py', 'cifar-10-python.tar.gz', 'cifar-10-batches-bin', 'cifar-10-binary.tar.gz'),
          'cifar100': ('cifar-100-python', 'cifar-100-python.tar.gz', 'cifar-100-binary', 'cifar-100-binary.tar.gz')}
-DOWNLOADS = {  # name: (address, size in bytes, md5 as torchvision and the authors' page give it)
-    'cifar10': ('https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz', 170498071, 'c58f30108f718f92721af3b95e74349a'),
-    'cifar100': ('https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz', 169001437, 'eb9058c3a382ffc7106e4002c42a8d85'),
-}
-
-
 def unpickle(data):
     """The dictionary in a CIFAR pickle (bytes), with str keys and uint8 tensors, without numpy.
 
@@ -493,10 +489,9 @@ def decoded(files, side, cache):
                     scale = side / min(image.size)
                     image = image.resize([max(side, round(n * scale)) for n in image.size], Image.Resampling.BICUBIC)
                     left, top = ((n - side) // 2 for n in image.size)
-                    data = image.crop((left, top, left + side, top + side)).tobytes()
+                    return image.crop((left, top, left + side, top + side)).tobytes()        # rows of pixels, each R G B
             except Exception as error:                                             # Pillow raises almost anything
                 raise DataError(f'{file} can not be decoded ({error}): remove or replace it') from None
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
 
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
@@ -504,11 +499,11 @@ def decoded(files, side, cache):
             with open(temporary, 'wb') as out, ThreadPoolExecutor(os.cpu_count()) as pool:
                 for start in range(0, len(files), 1000):                           # so that no more than this waits in memory
                     for image in pool.map(decode, files[start:start + 1000]):
-                        out.write(bytes(image.contiguous().untyped_storage()))
+                        out.write(image)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(-1, 3, side, side)
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(-1, side, side, 3).permute(0, 3, 1, 2)
 
 
 def imagenet100(data_dir, side, cache):
@@ -701,7 +696,7 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
         target = F.one_hot(y[i], classes) * (1 - smoothing) + smoothing / classes
         return mix(augment(x[i], p, side, mean, std), target, generator, mixup, cutmix)
 
-    def evaluate(predict):
+    def evaluate(predict, last=False):
         def score(x, y):
             outputs = torch.cat([predict(plain(part)) for part in x.split(1000)])
             return (outputs.argmax(1) == y).float().mean().item(), F.cross_entropy(outputs, y).item()
@@ -718,37 +713,183 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
     if pool == 'cls':
         distance = F.pad(distance, (1, 0, 1, 0))                                   # the class token is free, and free to be seen
     return Task(model=dict(inputs=(3, patch), grid=grid, outputs=classes, class_token=pool == 'cls', pool='mean',
-                           rows=slice(0, 1 if pool == 'cls' else None), sincos_positions=positions == 'sincos', drop_path=drop_path),
+                           rows=slice(0, 1 if pool == 'cls' else None), positions=positions, drop_path=drop_path),
                 distance=distance.to(device), batch=batch, loss=F.cross_entropy, evaluate=evaluate, probe=plain(x[:256]),
                 fitted=lambda metrics: metrics['accuracy_seen'] >= 0.99, shown=('loss', 'accuracy_seen', 'accuracy'), summary=summary,
                 size=len(y), shifts=shift_targets(*grid, heads).to(device))
 
 
+# ----------------------------------------------------------------------------------------------------------- language
+
+LANGUAGE = ('wikitext2', 'tinystories')
+STORIES_VOCABULARY = 4096
+
+
+def read_text(path):
+    """The text of a UTF-8 file, whatever the locale, with or without a byte-order mark, its lines ended by \\n or \\r\\n."""
+    try:
+        return Path(path).read_text(encoding='utf-8-sig')
+    except FileNotFoundError:
+        raise DataError(f'{path} is missing: python tasks.py download {Path(path).parent.name.replace("-", "")} '
+                        f'--data-dir {Path(path).parent.parent}') from None
+    except UnicodeDecodeError as error:
+        raise DataError(f'{path} is not UTF-8 text ({error}): download it again') from None
+
+
+def wikitext_words(text):
+    """The words as they come, and <eos> after each line."""
+    return [word for line in text.removesuffix('\n').split('\n') for word in (*line.split(), '<eos>')] if text else []
+
+
+def story_words(text):
+    """[words of a story and <eos>, ...]: lower case, a word with its apostrophes, a number, or one other mark at a time.
+
+    "Lily's 2 cats!" -> lily's 2 cats ! <eos>. A last story that no separator ends is taken for cut off and left out, unless it is
+    the only one.
+    """
+    stories = text.split('<|endoftext|>')
+    stories = stories[:-1] if len(stories) > 1 else stories
+    words = [re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|[^\w\s]|_", story.lower()) for story in stories]
+    return [[*story, '<eos>'] for story in words if story]
+
+
+def corpus(name, data_dir):
+    """{'train', 'valid', 'test': [words]} and the vocabulary, from the training words alone, <unk> in it.
+
+    wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories for test and the 5 % before
+    for validation, the 4,096 most frequent words.
+    """
+    if name == 'wikitext2':
+        splits = {split: wikitext_words(read_text(Path(data_dir) / 'wikitext-2' / f'{split}.txt')) for split in ('train', 'valid', 'test')}
+        size = None
+    else:
+        files = sorted((Path(data_dir) / 'tinystories').glob('TinyStories-train*.txt'))
+        stories = story_words(read_text(files[0] if files else Path(data_dir) / 'tinystories' / 'TinyStories-train.txt'))
+        held = max(1, len(stories) // 20)
+        parts = {'train': stories[:-2 * held], 'valid': stories[-2 * held:-held], 'test': stories[-held:]}
+        splits, size = {split: [word for story in part for word in story] for split, part in parts.items()}, STORIES_VOCABULARY - 1
+    for split, words in splits.items():
+        if not words:
+            raise DataError(f'{name} in {data_dir}: nothing is left for {split}')
+    frequent = [word for word, _ in Counter(splits['train']).most_common(size)]
+    return splits, frequent if '<unk>' in frequent else ['<unk>', *frequent]
+
+
+def relative_distance(N, heads):
+    """The prior's distance between words, [H, N, N]: slope * (i - j), with ALiBi's slopes 2^(-8 h / H), h = 1 ... H.
+
+    At strength 1 the attention begins as ALiBi's (Press et al. 2022): M0 = logit(c exp(-slope (i - j))), c = sigmoid(level). c = 1
+    is ALiBi's bias to the letter, but M is infinite at distance 0 then and its gradient gone; level 0, c = 1/2, has both.
+    """
+    to = (torch.arange(N)[:, None] - torch.arange(N)).clamp(min=0)
+    return 2 ** (-8 * torch.arange(1, heads + 1) / heads).view(-1, 1, 1) * to
+
+
+def total_loss(predict, ids, start, N, batch):
+    """Sum of -log p over the words in ids [S], each predicted once, from at most N words before it; `start` stands before the first.
+
+    predict(x, target) is the mean loss of windows x [B, N]; the last, short window counts like any other.
+    """
+    inputs, whole, total = torch.cat([ids.new_tensor([start]), ids[:-1]]), len(ids) // N * N, 0.
+    for low in range(0, whole, N * batch):
+        part = slice(low, min(low + N * batch, whole))
+        total += predict(inputs[part].view(-1, N), ids[part].view(-1, N)).item() * (part.stop - part.start)
+    if whole < len(ids):
+        total += predict(inputs[None, whole:], ids[None, whole:]).item() * (len(ids) - whole)
+    return total
+
+
+def language(name, data_dir, context=64, positions='learned', heads=4, eval_batch=64, device='cpu'):
+    """Next-word prediction in windows of `context` words, measured by perplexity = exp(total loss / predicted words).
+
+    Without positions the model is made for 4 times the context, and is measured at 2 and 4 times what it was trained at.
+    """
+    splits, vocabulary = corpus(name, data_dir)
+    number = {word: i for i, word in enumerate(vocabulary)}
+    unknown = number['<unk>']
+    ids = {split: torch.tensor([number.get(word, unknown) for word in words]) for split, words in splits.items()}
+    unknown_rate = {split: (i == unknown).float().mean().item() for split, i in ids.items()}
+    ids = {split: i.to(device) for split, i in ids.items()}
+    start, train = number['<eos>'], ids['train']
+    if len(train) <= context:
+        raise DataError(f'{name} in {data_dir}: {len(train)} words to train on are too few for a context of {context}')
+    window = torch.arange(context + 1, device=device)
+
+    def batch(generator, size, step=0, part=slice(None)):
+        text = train[torch.randint(len(train) - context, (size,), generator=generator)[part].to(device)[:, None] + window]
+        return text[:, :-1], text[:, 1:]
+
+    def perplexity(predict, split, N=context):
+        return math.exp(min(80., total_loss(predict, ids[split], start, N, eval_batch) / len(ids[split])))
+
+    def sample(predict, words=40):
+        generator, text = torch.Generator().manual_seed(0), [start]
+        for _ in range(words):
+            p = predict(torch.tensor([text[-context:]], device=device))[0, -1].softmax(-1).cpu()
+            text.append(torch.multinomial(p, 1, generator=generator).item())
+        return ' '.join(vocabulary[i] for i in text[1:])
+
+    def evaluate(predict, last=False):
+        found = {'perplexity': perplexity(predict, 'valid')}
+        found['loss'] = math.log(found['perplexity'])
+        found['loss_seen'] = predict(train[None, :context], train[None, 1:context + 1]).item()
+        if last:
+            found |= {'perplexity_test': perplexity(predict, 'test'), 'sample': sample(predict)}
+            if positions == 'none':
+                found |= {f'perplexity_{k}x': perplexity(predict, 'valid', k * context) for k in (2, 4)}
+        return found
+
+    def summary(result):
+        lines = [f'{len(vocabulary):,} words in the vocabulary; <unk>: ' + ', '.join(f'{s} {r:.2%}' for s, r in unknown_rate.items()),
+                 f'perplexity: validation {result["perplexity"]:.2f}, test {result["perplexity_test"]:.2f}']
+        if positions == 'none':
+            lines.append('at 2 and 4 times the context, validation: '
+                         + ', '.join(f'{result[f"perplexity_{k}x"]:.2f}' for k in (2, 4)))
+        return [*lines, f'sample: {result["sample"]}']
+
+    N = context * (4 if positions == 'none' else 1)
+    return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
+                distance=relative_distance(N, heads).to(device), batch=batch, loss=None, evaluate=evaluate,
+                probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: True, shown=('perplexity', 'loss_seen'),
+                summary=summary, size=len(train) // context)
+
+
 # ----------------------------------------------------------------------------------------------------------- download
 
-def download(name, data_dir):
-    """Fetches the official archive into data_dir: checked by size and md5 before it gets its name."""
-    address, size, md5 = DOWNLOADS[name]
-    path = Path(data_dir) / address.rsplit('/', 1)[1]
+WEB = {'toronto': 'https://www.cs.toronto.edu/~kriz', 'stories': 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main',
+       'wikitext': 'https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2'}
+DOWNLOADS = {  # name: [(address, file in data_dir, size in bytes, md5), ...]; None where no one publishes them
+    'cifar10': [(f'{WEB["toronto"]}/cifar-10-python.tar.gz', 'cifar-10-python.tar.gz', 170498071, 'c58f30108f718f92721af3b95e74349a')],
+    'cifar100': [(f'{WEB["toronto"]}/cifar-100-python.tar.gz', 'cifar-100-python.tar.gz', 169001437, 'eb9058c3a382ffc7106e4002c42a8d85')],
+    'wikitext2': [(f'{WEB["wikitext"]}/{split}.txt', f'wikitext-2/{split}.txt', size, md5) for split, size, md5 in (
+        ('train', 10797148, '34a77ebe59551b3a3b3d8c0a2797c976'), ('valid', 1121681, 'd756d22ab2310e7e60c094bea5c5a8eb'),
+        ('test', 1256449, '781c9418ab9414bd09e4aad825aae752'))],
+    'tinystories': [(f'{WEB["stories"]}/TinyStories-train.txt', 'tinystories/TinyStories-train.txt', None, None)],
+}
+
+
+def download(address, path, size, md5):
+    """Fetches a file from its official address, checked by size and md5, where known, before it gets its name."""
     if path.exists():
         print(f'{path} is already there')
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         digest, got = hashlib.md5(), 0
         with urllib.request.urlopen(address, timeout=60) as source, open(temporary, 'wb') as out:
+            expected = size or int(source.headers.get('Content-Length') or 0)
             while chunk := source.read(1 << 20):
                 out.write(chunk)
                 digest.update(chunk)
                 got += len(chunk)
-                print(f'\r{path.name}: {got / 1e6:.0f} of {size / 1e6:.0f} MB', end='', flush=True)
-        print()
-        if got != size or digest.hexdigest() != md5:
-            raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, expected {size} with {md5}: nothing is kept')
+                print(f'\r{path.name}: {got / 1e6:.0f} of {expected / 1e6:.0f} MB', end='', flush=True)
+        print(f'  md5 {digest.hexdigest()}')
+        if (expected and got != expected) or (md5 and digest.hexdigest() != md5):
+            raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, expected {expected} with {md5}: nothing is kept')
         os.replace(temporary, path)
-    except OSError as error:                                                       # no network, no space, no such page
-        raise DataError(f'{address} can not be fetched into {data_dir}: {error}') from None
+    except (OSError, http.client.HTTPException) as error:                          # no network, no space, no such page
+        raise DataError(f'{address} can not be fetched to {path}: {error}') from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -760,7 +901,8 @@ def main(argv=None):
     parser.add_argument('--data-dir', default=os.environ.get('MASKPRIOR_DATA', 'data'), help='folder to put it in (default %(default)s)')
     args = parser.parse_args(argv)
     try:
-        download(args.name, args.data_dir)
+        for address, file, size, md5 in DOWNLOADS[args.name]:
+            download(address, Path(args.data_dir) / file, size, md5)
     except DataError as error:
         print(f'tasks.py: {error}', file=sys.stderr)
         return 1

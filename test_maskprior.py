@@ -2,6 +2,7 @@
 import functools
 import hashlib
 import http.server
+import importlib.util
 import json
 import math
 import os
@@ -626,12 +627,12 @@ def test_download_is_checked_and_atomic(tmp_path, monkeypatch, capsys):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f'http://127.0.0.1:{server.server_port}/x.tar.gz'
         for size, md5, code in ((1, 'x', 1), (len(content), 'x', 1), (len(content), hashlib.md5(content).hexdigest(), 0)):
-            monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', (address, size, md5))
+            monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address, 'x.tar.gz', size, md5)])
             assert (tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) or 0) == code
             assert [p.name for p in (tmp_path / 'data').iterdir()] == (['x.tar.gz'] if code == 0 else [])
         assert 'already there' not in capsys.readouterr().out
         assert not tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) and 'already' in capsys.readouterr().out
-        monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', (address + '.gone', 1, 'x'))
+        monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address + '.gone', 'y.tar.gz', 1, 'x')])
         assert tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) == 1
         assert '404' in capsys.readouterr().err
         server.shutdown()
@@ -710,7 +711,7 @@ def test_locality_by_hand():
 
 def vit(pool='mean', rows=4, cols=4, D=48, H=3, **more):
     torch.manual_seed(0)
-    return maskprior.Transformer((3, 4), (rows, cols), 10, D=D, H=H, L=2, sincos_positions=True, class_token=pool == 'cls',
+    return maskprior.Transformer((3, 4), (rows, cols), 10, D=D, H=H, L=2, positions='sincos', class_token=pool == 'cls',
                                  rows=slice(0, 1 if pool == 'cls' else None), pool='mean', **more).eval()
 
 
@@ -730,8 +731,8 @@ def test_spatial_priors_leave_no_parameter_without_gradient(pool, arm):
 
 
 def test_a_checkpoint_of_another_grid_is_an_error_even_at_equal_size():
-    for sincos in (True, False):
-        other, model = (maskprior.Transformer((3, 4), grid, 10, D=48, H=3, sincos_positions=sincos) for grid in ((2, 8), (4, 4)))
+    for positions in ('sincos', 'learned'):
+        other, model = (maskprior.Transformer((3, 4), grid, 10, D=48, H=3, positions=positions) for grid in ((2, 8), (4, 4)))
         with pytest.raises(RuntimeError, match='positions'):
             model.load_state_dict(other.state_dict())
 
@@ -895,6 +896,194 @@ def test_two_processes_train_as_one(tmp_path, no_fakes):
     for a, b in zip(one, two):
         assert a['loss'] == pytest.approx(b['loss'], abs=1e-5) and a['change_M'] == pytest.approx(b['change_M'], abs=1e-6)
     assert one[0]['loss'] != pytest.approx(one[-1]['loss'], abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ language
+
+DATA = os.environ.get('MASKPRIOR_DATA')
+real_data = pytest.mark.skipif(not DATA, reason='MASKPRIOR_DATA is not set: nothing is tested on real data')
+
+
+def lm(V=11, N=6, H=2, arm='default', **more):
+    torch.manual_seed(0)
+    model = maskprior.Transformer(V, (N,), V, D=16, H=H, pool=None, causal=True, tied=True, **more)
+    maskprior.init_arm(model, arm, prior_matrix(tasks.relative_distance(N, H), 1., 0.), torch.randint(V, (8, N)))
+    return model.eval()
+
+
+@pytest.mark.parametrize('batch', [1, 3, 64])
+def test_perplexity_by_hand_for_every_evaluation_batch_size(batch):
+    losses = torch.tensor([1., 1., 1., 5.])                                        # two windows, the second a short one
+    predict = lambda x, target: losses[target - 10].mean()
+    ids = torch.arange(10, 14)
+    for N in (1, 2, 3, 4, 9):
+        assert math.exp(tasks.total_loss(predict, ids, 0, N, batch) / 4) == pytest.approx(math.exp(2), rel=1e-6)   # 7.389
+
+
+def test_every_word_is_predicted_once_from_those_before_it():
+    seen = []
+    def predict(x, target):
+        assert x.shape == target.shape
+        seen.extend(zip(x.flatten().tolist(), target.flatten().tolist()))
+        return torch.zeros(())
+    tasks.total_loss(predict, torch.arange(1, 8), 0, N=3, batch=2)
+    assert seen == [(i - 1, i) for i in range(1, 8)]
+
+
+@pytest.mark.parametrize('bf16', [False, True])
+def test_the_models_own_loss_is_the_cross_entropy_of_its_logits(bf16):
+    model, x, y = lm(arm='mask'), torch.randint(11, (5, 6)), torch.randint(11, (5, 6))
+    grads, losses = [], []
+    for own in (True, False):
+        model.zero_grad()
+        with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
+            loss = model(x, y) if own else F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    tolerance = 2e-2 if bf16 else 1e-5
+    assert losses[0] == pytest.approx(losses[1], abs=tolerance)
+    for name, grad in grads[0].items():
+        assert (grad - grads[1][name]).norm() <= tolerance * max(1e-2, grad.norm()), name
+
+
+def test_chunks_of_the_cross_entropy_do_not_change_it():
+    x, W, y = torch.randn(7, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64), torch.randint(9, (7,))
+    for chunk in (1, 3, 100):
+        assert torch.autograd.gradcheck(lambda x, W: maskprior.LinearCrossEntropy.apply(x, W, y, chunk),
+                                        (x.requires_grad_(), W.requires_grad_()))
+
+
+@pytest.mark.parametrize('arm', ['default', 'mask', 'qk-opt'])
+@pytest.mark.parametrize('sdpa', [False, True])
+def test_a_language_model_does_not_see_the_next_word(arm, sdpa):
+    model, x = lm(arm=arm, sdpa=sdpa), torch.randint(11, (4, 6))
+    changed = x.clone()
+    changed[:, 3:] = (changed[:, 3:] + 1) % 11
+    assert torch.equal(model(x)[:, :3], model(changed)[:, :3]) and not torch.equal(model(x)[:, 3], model(changed)[:, 3])
+
+
+def test_the_distance_prior_is_alibi_at_a_constant_of_one():
+    distance = tasks.relative_distance(5, 8)
+    assert distance[0, 4].tolist() == [2., 1.5, 1., 0.5, 0.] and distance[7, 4, 0] == 4 / 256      # ALiBi's slopes for 8 heads
+    alibi = mask_bias(prior_matrix(distance, 1., 30.)).tril()
+    assert torch.allclose(alibi, -distance.tril(), atol=1e-6)
+    allowed = torch.ones(5, 5).tril().bool()
+    half = prior_matrix(distance, 1., 0.)
+    assert torch.allclose(target_attention(half, allowed), alibi.masked_fill(~allowed, -math.inf).softmax(-1), atol=1e-6)
+    assert (half <= 0).all() and half.sigmoid().max() == 0.5                       # so its gradient, sigmoid(-M), is a half at least
+    frozen = train.parse(['--task', 'wikitext2', '--init', 'mask', '--freeze-mask', '--level', '30'])
+    assert frozen.freeze_mask and frozen.strength == 1 and frozen.per_head         # the row 'alibi'
+
+
+def test_a_tied_mask_equals_the_full_one_it_stands_for():
+    M0 = prior_matrix(tasks.relative_distance(6, 2), 1., 0.)
+    full, tied = lm(), lm()
+    maskprior.init_mask(full, M0)
+    maskprior.init_mask(tied, M0, tie=True)
+    assert tied.blocks[0].attn.M.shape == (2, 6)
+    x = torch.randint(11, (4, 6))
+    assert torch.equal(full(x), tied(x)) and torch.allclose(full(x[:, :3]), tied(x[:, :3]))
+    for model in (full, tied):
+        model(x, x).backward()
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    grad = full.blocks[0].attn.M.grad
+    for distance in range(6):                                                      # the sum along the diagonal
+        assert torch.allclose(tied.blocks[0].attn.M.grad[:, distance], (grad * (i - j == distance)).sum((1, 2)), atol=1e-7)
+    with pytest.raises(ValueError, match='diagonals'):
+        maskprior.init_mask(lm(), torch.randn(6, 6), tie=True)
+
+
+def test_without_positions_the_context_can_grow():
+    model = lm(N=12, arm='mask', positions='none')
+    x = torch.randint(11, (2, 12))
+    assert torch.allclose(model(x)[:, :6], model(x[:, :6]), atol=1e-6)
+    M0 = prior_matrix(tasks.relative_distance(12, 2), 1., 0.)
+    assert maskprior.prior_tv(model, target_attention(M0, model.blocks[0].attn.allowed), x[:, :6]) < 0.2
+
+
+def write_wikitext(folder, train='a b\n\n c a\n', valid='a z\n', test='b\n', **how):
+    (folder / 'wikitext-2').mkdir(parents=True)
+    for split, text in (('train', train), ('valid', valid), ('test', test)):
+        (folder / 'wikitext-2' / f'{split}.txt').write_bytes(text.encode(**how) if isinstance(text, str) else text)
+
+
+def test_words_of_both_data_sets_by_hand(tmp_path):
+    write_wikitext(tmp_path)
+    splits, vocabulary = tasks.corpus('wikitext2', tmp_path)
+    assert splits['train'] == ['a', 'b', '<eos>', '<eos>', 'c', 'a', '<eos>'] and splits['valid'] == ['a', 'z', '<eos>']
+    assert vocabulary == ['<unk>', '<eos>', 'a', 'b', 'c']                         # of the training words alone
+    assert tasks.story_words("Lily's 2 cats!<|endoftext|>Don't.<|endoftext|>cut of") == [
+        ["lily's", '2', 'cats', '!', '<eos>'], ["don't", '.', '<eos>']]
+    one = [['a', '<eos>'], ['b', '<eos>']]
+    for text in ('A<|endoftext|>B<|endoftext|>', 'A\n<|endoftext|>\nB\n<|endoftext|>\n', '<|endoftext|>A<|endoftext|><|endoftext|>\n<|endoftext|>B<|endoftext|>'):
+        assert tasks.story_words(text) == one
+    assert tasks.story_words('A') == [['a', '<eos>']] and tasks.story_words(' \n') == []
+
+
+@pytest.mark.parametrize('change', [lambda b: b'\xef\xbb\xbf' + b, lambda b: b.replace(b'\n', b'\r\n')])
+def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, change):
+    text = 'caf\u00e9 b\n\n c <unk>\n'.encode()
+    for name, content in (('clean', text), ('odd', change(text))):
+        write_wikitext(tmp_path / name, train=content)
+    code = f'import tasks; print(tasks.corpus("wikitext2", r"{tmp_path}/odd") == tasks.corpus("wikitext2", r"{tmp_path}/clean"))'
+    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True,
+                          env=dict(os.environ, LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0'))
+    assert done.stdout.strip() == 'True', done.stderr
+
+
+LM = ['--task', 'wikitext2', '--width', '16', '--heads', '2', '--layers', '1', '--context', '8', '--batch', '4', '--steps', '4', '--eval-every', '2']
+
+
+def test_bad_text_is_one_line(tmp_path):
+    for i, (split, content, says) in enumerate((('valid', b'', 'nothing is left for valid'), ('train', b'\xff\xfe\x00', 'not UTF-8'),
+                                                ('train', b'a b', 'too few for a context'))):
+        write_wikitext(tmp_path / str(i), **{split: content})
+        code, _, err = cli(*LM, '--data-dir', tmp_path / str(i), '--out', tmp_path)
+        assert code == 1 and len(err) == 1 and says in err[0], err
+    code, _, err = cli(*LM, '--data-dir', tmp_path, '--out', tmp_path)
+    assert code == 1 and len(err) == 1 and 'python tasks.py download wikitext2' in err[0]
+
+
+@pytest.mark.parametrize('options', [['--init', 'default'], ['--init', 'mask', '--tie-mask', '--positions', 'none', '--dropout', '0.1'],
+                                     ['--init', 'qk-opt']])
+def test_a_language_run_on_files_shorter_than_the_context(tmp_path, options):
+    write_wikitext(tmp_path, train='the cat sat on the mat\n' * 30)
+    train.main([*LM, *options, '--data-dir', str(tmp_path), '--out', str(tmp_path), '--name', 'x'])
+    result = json.loads((tmp_path / 'x' / 'result.json').read_text())
+    assert 1 < result['perplexity'] < 20 and 1 < result['perplexity_test'] < 20 and len(result['sample'].split()) == 40
+    assert ('perplexity_4x' in result) == ('none' in options)
+
+
+@real_data
+def test_the_real_wikitext2_has_its_published_sizes():
+    splits, vocabulary = tasks.corpus('wikitext2', DATA)
+    assert {s: len(w) for s, w in splits.items()} == {'train': 2_088_628, 'valid': 217_646, 'test': 245_569}
+    assert len({w for words in splits.values() for w in words}) == len(vocabulary) == 33_278   # the training words are all there are
+    for file in ('train', 'valid', 'test'):                                        # what the download checks
+        _, _, size, md5 = next(d for d in tasks.DOWNLOADS['wikitext2'] if d[1].endswith(f'{file}.txt'))
+        data = (Path(DATA) / 'wikitext-2' / f'{file}.txt').read_bytes()
+        assert len(data) == size and hashlib.md5(data).hexdigest() == md5
+
+
+@real_data
+def test_the_real_sample_of_tinystories():
+    splits, vocabulary = tasks.corpus('tinystories', DATA)
+    assert sum(w == '<eos>' for words in splits.values() for w in words) == 2316 and len(vocabulary) == 4096
+    assert sum(w == '<eos>' for w in splits['test']) == sum(w == '<eos>' for w in splits['valid']) == 115
+
+
+@real_data
+def test_the_real_images(tmp_path):
+    (x, y), (test_x, test_y) = tasks.cifar('cifar10', DATA)
+    assert len(y) == 10_000 and len(test_y) == 2_000 and y.bincount().tolist() == [1000] * 10
+    mean = x.float().div(255).mean((0, 2, 3))
+    assert (mean - torch.tensor(tasks.VISION['cifar10'][3])).abs().max() < 0.01 and x.float().std((0, 2, 3)).min() > 50
+    (x, y), _ = tasks.cifar('cifar100', DATA)
+    assert len(y) == 5
+    if importlib.util.find_spec('PIL'):
+        files = tasks.image_files(Path(DATA) / 'imagenet100_fullsize', 'train', None)
+        assert len(files) == 100 and tasks.decoded([f[0] for f in files.values()], 64, tmp_path).shape == (100, 3, 64, 64)
 
 
 # -------------------------------------------------------------------------------------------------------------- theory
@@ -1172,19 +1361,41 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     assert done.returncode == 2 and 'booleans' in done.stderr
 
 
-@pytest.mark.parametrize('size, runs', [('quick', 30), ('full', 280)])
+def asked_of_train(folder, *arguments, **environment):
+    """The command lines of train.py that run_all.sh would run: a stand-in for python notes what it is asked to do."""
+    (folder / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
+    (folder / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n')
+    (folder / 'note').chmod(0o755)
+    subprocess.run(['bash', 'run_all.sh', *arguments], cwd=folder, check=True, capture_output=True,
+                   env=dict(os.environ, PYTHON='./note', **environment))
+    return [line.split()[1:] for line in (folder / 'asked').read_text().splitlines() if line.startswith('train.py')]
+
+
+@pytest.mark.parametrize('size, runs', [('quick', 35), ('full', 290)])
 def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
-    """Not started here: a stand-in for python notes what it was asked to do."""
-    (tmp_path / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
-    (tmp_path / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n')
-    (tmp_path / 'note').chmod(0o755)
-    options = ['quick'] if size == 'quick' else []
-    subprocess.run(['bash', 'run_all.sh', *options, 'boolean', 'arithmetic'], cwd=tmp_path, check=True, capture_output=True,
-                   env=dict(os.environ, PYTHON='./note'))
-    asked = [line.split() for line in (tmp_path / 'asked').read_text().splitlines()]
-    folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in (train.parse(a[1:]) for a in asked if a[0] == 'train.py')]
+    asked = asked_of_train(tmp_path, *(['quick'] if size == 'quick' else []), 'boolean', 'arithmetic', 'vision')
+    folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]
     assert runs <= len(folders) == len(set(folders))                               # no two runs share a folder
     assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)
+
+
+def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(tmp_path, no_fakes):
+    asked = [a for a in asked_of_train(tmp_path, 'vision', DEVICE='cuda') if '--device' in a]
+    assert len(asked) == 12
+    for name in ('cifar10', 'cifar100'):
+        make_cifar(tmp_path / {'cifar10': 'cifar-10-batches-py', 'cifar100': 'cifar-100-python'}[name], name=name, n=8)
+    no_fakes()
+    if (pillow := importlib.util.find_spec('PIL')):
+        make_imagenet(tmp_path)
+    else:
+        print('Pillow is not installed: the runs on ImageNet-100 are not tried')
+    for i, options in enumerate(asked):
+        if 'imagenet100' in options and not pillow:
+            continue
+        train.main([*options, '--device', 'cpu', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1', '--data-dir', str(tmp_path),
+                    '--out', str(tmp_path), '--cache', str(tmp_path / 'cache'), '--name', str(i)])
+        result = json.loads((tmp_path / str(i) / 'result.json').read_text())
+        assert 5e6 < result['parameters'] < 7e6 and math.isfinite(result['loss'])   # ViT-Tiny
 
 
 def test_the_readmes_tables_are_what_report_prints():

@@ -48,10 +48,13 @@ def setting(default, help, type=None, choices=None, tasks=None):
                                                             tasks=tasks))
 
 
+DATA = (*tasks.VISION, *tasks.LANGUAGE)
+
+
 @dataclass
 class Settings:
     """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
-    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC, *tasks.VISION))
+    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC, *tasks.VISION, *tasks.LANGUAGE))
     init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
     seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
     # the task and its prior
@@ -66,7 +69,7 @@ class Settings:
                          tasks=tasks.ARITHMETIC)
     without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
                            choices=('carry', 'products'), tasks=tasks.ARITHMETIC)
-    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA', 'data'), 'folder of the data sets; or MASKPRIOR_DATA', tasks=tasks.VISION)
+    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA', 'data'), 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
     cache: str = setting('cache', 'folder for decoded images', tasks=tasks.VISION)
     image_size: int = setting(None, "side of the images, the data's own unless given: only for imagenet100", int, tasks=tasks.VISION)
     crop: str = setting('pad', 'augmentation: tasks.draw_augmentation', choices=('pad', 'resized'), tasks=tasks.VISION)
@@ -75,18 +78,21 @@ class Settings:
     mixup: float = setting(0., 'alpha of Mixup, 0 for none', tasks=tasks.VISION)
     cutmix: float = setting(0., 'alpha of CutMix, 0 for none', tasks=tasks.VISION)
     smoothing: float = setting(0.1, 'of the labels', tasks=tasks.VISION)
+    context: int = setting(64, 'words in a window; ours', tasks=tasks.LANGUAGE)
     flip: float = setting(0., "share of the prior's entries that are flipped", tasks=tasks.BOOLEAN)
     strength: float = setting(8., 'nats by which the prior puts closed pairs below open ones; ours')
     level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
     freeze_mask: bool = setting(False, 'M does not learn')
+    tie_mask: bool = setting(False, 'one entry of M for each distance: it goes on beyond the context', tasks=tasks.LANGUAGE)
     # the model
     width: int = setting(64, 'D; ours')
     heads: int = setting(4, 'H; ours')
     layers: int = setting(2, 'L; ours')
     patch: int = setting(None, 'side of a patch; 4, imagenet100 16', int, tasks=tasks.VISION)
     pool: str = setting('mean', 'of the patches, or a class token', choices=('mean', 'cls'), tasks=tasks.VISION)
-    positions: str = setting('sincos', 'fixed sin-cos or learned', choices=('sincos', 'learned'), tasks=tasks.VISION)
+    positions: str = setting('learned', 'fixed sin-cos (images), learned, or none (words)', choices=('sincos', 'learned', 'none'), tasks=DATA)
+    dropout: float = setting(0., 'of the embedding and of each branch', tasks=tasks.LANGUAGE)
     drop_path: float = setting(0., 'stochastic depth, rising to this in the last block', tasks=tasks.VISION)
     pos_std: float = setting(0.1, 'standard deviation of the positional embedding (token embedding: 1); ours')
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
@@ -110,8 +116,10 @@ class Settings:
 
 
 ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000, warmup=100, weight_decay=1., bf16=True)
-VISION = dict(width=96, heads=3, layers=6, strength=1., level=2., per_head=True, epochs=20, batch=128, warmup=2, eval_every=1,
+VISION = dict(width=96, positions='sincos', heads=3, layers=6, strength=1., level=2., per_head=True, epochs=20, batch=128, warmup=2, eval_every=1,
               weight_decay=0.05, clip=1., bf16=True)
+LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=1000, batch=64, lr=2e-3, warmup=100,
+                eval_every=250, weight_decay=0.1, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
@@ -122,6 +130,8 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: R
     'add5': ADDITION | dict(frac=1e-7),
     'mul3': ADDITION | dict(frac=0.03, init_std=0.05, steps=3500, eval_every=875, batch=256, lr=3e-3),
     **{task: dict(VISION, **own) for task, own in (('cifar10', {}), ('cifar100', {}), ('imagenet100', dict(crop='resized')))},
+    'wikitext2': LANGUAGE,
+    'tinystories': LANGUAGE,
 }
 
 
@@ -153,11 +163,11 @@ def parse(argv):
     settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
     for names, fine, must in (
             (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'epochs', 'eval_every', 'lr', 'strength', 'patch',
-              'image_size'), lambda n: 0 < n < math.inf, 'positive and finite'),
+              'image_size', 'context'), lambda n: 0 < n < math.inf, 'positive and finite'),
             (('pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < math.inf,
              'at least 0 and finite'),
             (('flip', 'frac', 'erasing', 'smoothing'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
-            (('drop_path',), lambda n: 0 <= n < 1, 'a share, below 1'),
+            (('drop_path', 'dropout'), lambda n: 0 <= n < 1, 'a share, below 1'),
             (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
         for name in names:
             if getattr(settings, name) is not None and not fine(getattr(settings, name)):
@@ -168,6 +178,10 @@ def parse(argv):
                              f'{", ".join(f.metadata["tasks"])}')
     if settings.freeze_mask and settings.init != 'mask':
         raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
+    if settings.tie_mask and settings.init != 'mask':
+        raise UsageError(f'--tie-mask goes with --init mask; there is no mask in --init {settings.init}')
+    if settings.positions == ('none' if settings.task in tasks.VISION else 'sincos'):
+        raise UsageError(f'--positions {settings.positions} is not for {settings.task}')
     if settings.init in ('mimetic', 'impulse') and settings.task not in tasks.VISION:
         raise UsageError(f'--init {settings.init} is about images; {settings.task} has none')
     if (settings.mixup or settings.cutmix) and settings.batch % 2:
@@ -192,6 +206,10 @@ def build(settings):
         task = tasks.boolean(s.task, s.hole, s.prior_bits, s.pattern, s.heads, s.device)
     elif s.task in tasks.ARITHMETIC:
         task = tasks.arithmetic(s.task, s.frac, s.order, s.without, s.per_head, s.heads, s.seed, s.device)
+    elif s.task in tasks.LANGUAGE:
+        task = tasks.language(s.task, s.data_dir, s.context, s.positions, s.heads, s.batch, s.device)
+        if not s.per_head:
+            task.distance = task.distance.mean(0)
     else:
         task = tasks.vision(s.task, s.data_dir, s.patch, s.image_size, s.pool, s.positions, s.drop_path, s.per_head, s.heads, s.crop,
                             s.randaugment, s.erasing, s.mixup, s.cutmix, s.smoothing, s.cache, s.seed, s.device)
@@ -203,7 +221,7 @@ def build(settings):
     torch.manual_seed(settings.seed)
     model = maskprior.Transformer(**task.model, D=settings.width, H=settings.heads, L=settings.layers,
                                   pos_std=settings.pos_std, init_std=settings.init_std,
-                                  sdpa=settings.sdpa).to(settings.device).eval()
+                                  sdpa=settings.sdpa, dropout=settings.dropout).to(settings.device).eval()
     allowed = model.blocks[0].attn.allowed
     try:
         M0 = maskprior.prior_matrix(distance, settings.strength, settings.level)
@@ -212,7 +230,7 @@ def build(settings):
         target = task.shifts if settings.init == 'impulse' else maskprior.target_attention(M0, allowed)
         if not maskprior.asking_rows(target, allowed).any():
             raise ValueError('it puts no pair of tokens above another')
-        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask, task.shifts, settings.seed)
+        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask, settings.tie_mask, task.shifts, settings.seed)
     except (ValueError, torch.linalg.LinAlgError) as error:
         raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
     return task, model, target
@@ -279,8 +297,8 @@ def train(settings, folder, task, model, target):
     """
     if settings.epochs:
         per_epoch = task.size / settings.batch
-        settings = dataclasses.replace(settings, steps=round(settings.epochs * per_epoch), warmup=round(settings.warmup * per_epoch),
-                                       eval_every=round(settings.eval_every * per_epoch))
+        settings = dataclasses.replace(settings, steps=max(1, round(settings.epochs * per_epoch)),
+                                       warmup=round(settings.warmup * per_epoch), eval_every=max(1, round(settings.eval_every * per_epoch)))
     rank, world = processes()
     part = slice(rank * settings.batch // world, (rank + 1) * settings.batch // world)
     optimiser = make_optimiser(model, settings)
@@ -291,9 +309,9 @@ def train(settings, folder, task, model, target):
         lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
         write(folder / 'log.jsonl', lambda p: p.write_text(lines))
 
-    def predict(x, model=model):
+    def predict(x, target=None, model=model):
         with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.bf16):
-            return model(x).float()
+            return model(x, target).float()
 
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location=settings.device)
@@ -310,7 +328,7 @@ def train(settings, folder, task, model, target):
     def evaluate():
         model.eval()
         with torch.no_grad():
-            metrics = task.evaluate(predict)
+            metrics = task.evaluate(predict, last=step == settings.steps)
         metrics['prior_tv'] = maskprior.prior_tv(model, target, task.probe)
         model.train()
         return metrics | {f'change_{k}': v for k, v in maskprior.relative_change(model, initial).items()}
@@ -327,7 +345,7 @@ def train(settings, folder, task, model, target):
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
                  random=torch.get_rng_state(), step=step, seconds=seconds, log=log), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
-        shown = '  '.join(f'{name} {row[name]:{".4f" if "loss" in name else "7.2%"}}' for name in task.shown)
+        shown = '  '.join(f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
 
     start = time.perf_counter() - seconds
@@ -339,7 +357,7 @@ def train(settings, folder, task, model, target):
         for group in optimiser.param_groups:
             group['lr'] = learning_rate(step, settings)
         x, y = task.batch(generator, settings.batch, step, part)
-        loss = task.loss(predict(x, parallel), y)
+        loss = predict(x, y, parallel) if task.loss is None else task.loss(predict(x, model=parallel), y)
         optimiser.zero_grad()
         loss.backward()
         if settings.clip:

@@ -86,10 +86,10 @@ def order(item):
 ARMS = ['default', 'qk-svd', 'qk-opt', 'mask']
 
 
-def curves(results):
+def curves(folder):
     """{task: {arm: {frac: runs}}} of the data-efficiency runs, named TASK-FRAC-ARM."""
     curves = defaultdict(lambda: defaultdict(dict))
-    for label, runs in read(results / 'arithmetic').items():
+    for label, runs in read(folder).items():
         task, frac, arm = label.split('-', 2)
         curves[task][arm][float(frac)] = runs
     return curves
@@ -121,21 +121,24 @@ def arithmetic(results):
                 f'{runs[0][1]["steps"]} × {len(runs)}']
     header = ['whole answer %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv', 'steps × seeds']
     yield '**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; test: 10,000 other pairs)\n'
-    found = curves(results)
-    def lines():
+    for folder in ('.', 'weight-decay-3'):
+        if folder != '.':
+            yield '**The same with a weight decay of 3**, which the default gains most by\n'
+        found = curves(results / 'arithmetic' / folder)
+        def lines():
+            for task, curve in found.items():
+                for frac in sorted({f for arm in curve.values() for f in arm}):
+                    for arm in [*ARMS, 'default-10x']:
+                        if frac in curve[arm]:
+                            paper = PAPER.get((task, arm), {})
+                            yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
+                                   f'{100 * paper["sequence_accuracy"]:g}' if paper.get('frac') == frac else '']
+        yield from table(['task', 'pairs', 'arm', *header, 'paper'], lines())
         for task, curve in found.items():
-            for frac in sorted({f for arm in curve.values() for f in arm}):
-                for arm in [*ARMS, 'default-10x']:
-                    if frac in curve[arm]:
-                        paper = PAPER.get((task, arm), {})
-                        yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
-                               f'{100 * paper["sequence_accuracy"]:g}' if paper.get('frac') == frac else '']
-    yield from table(['task', 'pairs', 'arm', *header, 'paper'], lines())
-    for task, curve in found.items():
-        for frac, accuracy, share in saved(curve):
-            less = f'{100 * share:.2g} %, {frac / share:.2g} times fewer pairs' if share else 'less than the smallest share measured'
-            yield f'- {task}: the default\'s {accuracy:.1%} at {100 * frac:g} % of the pairs takes the mask {less}.'
-    yield ''
+            for frac, accuracy, share in saved(curve):
+                less = f'{100 * share:.2g} %, {frac / share:.2g} times fewer pairs' if share else 'less than the smallest share measured'
+                yield f'- {task}: the default\'s {accuracy:.1%} at {100 * frac:g} % of the pairs takes the mask {less}.'
+        yield ''
     yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
     yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
 
@@ -144,9 +147,10 @@ def arithmetic_figure(results):
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
-    found = curves(results)
+    found = [(f'{task}{note}', curve) for folder, note in (('.', ''), ('weight-decay-3', ', weight decay 3'))
+             for task, curve in curves(results / 'arithmetic' / folder).items()]
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
-    for axis, (task, curve) in zip(axes[0], found.items()):
+    for axis, (task, curve) in zip(axes[0], found):
         for i, arm in enumerate(ARMS):
             points = [(100 * f, [100 * r['sequence_accuracy'] for _, r, _ in runs]) for f, runs in sorted(curve[arm].items())]
             axis.plot([f for f, _ in points], [mean(values) for _, values in points], f'C{i}-', label=arm)
@@ -158,8 +162,39 @@ def arithmetic_figure(results):
     figure.savefig(results / 'arithmetic' / 'curve.png', dpi=110)
 
 
-SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic}
-FIGURES = {'arithmetic': arithmetic_figure}
+def vision(results):
+    yield '**Vision** (`bash run_all.sh vision`): lossy subsets, see above; not comparable with the paper\'s numbers\n'
+    def lines():
+        for label, runs in read(results / 'vision').items():
+            of = lambda key: [result[key] for _, result, _ in runs]
+            half = [log[len(log) // 2]['accuracy'] for _, _, log in runs]
+            yield [*label.split('-', 1), spread(of('accuracy'), scale=100), ' '.join(f'{100 * v:.2f}' for v in of('accuracy')),
+                   spread(half, scale=100), spread(of('loss'), 3), f'{100 * mean(of("accuracy_seen")):.1f}',
+                   f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][0]["epochs"]} × {len(runs)}']
+    yield from table(['task', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds'],
+                     lines())
+
+
+SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision}
+def vision_figure(results):
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    rows = {label: runs for label, runs in read(results / 'vision').items()}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for axis, key, title in zip(axes, ('accuracy', 'prior_tv'), ('CIFAR-10 subset: top-1 on the test images', 'prior_tv')):
+        for label, runs in rows.items():
+            if label.startswith('cifar10-'):
+                points = list(zip(*(log for _, _, log in runs)))
+                epochs = [runs[0][0]['epochs'] * p[0]['step'] / runs[0][1]['steps'] for p in points]
+                axis.plot(epochs, [mean(r[key] for r in p) for p in points], label=label[8:])
+        axis.set(xlabel='epoch', title=title)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(results / 'vision' / 'curves.png', dpi=110)
+
+
+FIGURES = {'arithmetic': arithmetic_figure, 'vision': vision_figure}
 
 
 def main(results, figures):
