@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One command for each row of the README's tables:  bash run_all.sh [quick] [boolean] [theory] [arithmetic] [vision]
+# One command for each row of the README's tables:  bash run_all.sh [quick] [boolean] [theory] [arithmetic] [vision] [language]
 # No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed, three shares of the pairs for addition,
-# mask and default alone for multiplication, at fewer steps; no ablations; CIFAR-10 for 3 epochs.
+# mask and default alone for multiplication, at fewer steps; no ablations; CIFAR-10 for 3 epochs; language for 200 steps.
 # The rows of vision at the paper's size need a GPU: DEVICE=cuda bash run_all.sh vision
 # Two single-threaded runs side by side. What is finished is skipped, what was interrupted goes on; at the first failure the
 # script names the run, starts no other and exits with non-zero.
@@ -145,11 +145,31 @@ vision_runs() {
     done
 }
 
+language_runs() {
+    local out=$results/language seeds='0 1' short=
+    [ $size = full ] || { seeds=0; short='--steps 200'; }
+    for seed in $seeds; do
+        for task in wikitext2 tinystories; do
+            row() { echo "--task $task --seed $seed --out $out --name $task-$1-s$seed ${*:2} $short" | sed 's/ *$//'; }
+            for init in default mask qk-opt; do row $init --init $init; done
+            row alibi --init mask --freeze-mask --level 30           # c = sigmoid(30) = 1: ALiBi
+        done
+        # Beyond the context that they were trained at: no positions, and an entry of M for each distance
+        [ $size = full ] || continue
+        task=wikitext2
+        row no-positions-default --init default --positions none
+        row no-positions-mask --init mask --tie-mask --positions none
+        row no-positions-alibi --init mask --tie-mask --positions none --freeze-mask --level 30
+    done
+}
+
 boolean() { boolean_runs | runs && "$PYTHON" results/report.py "$results"; }
 
 arithmetic() { arithmetic_runs | runs && "$PYTHON" results/report.py "$results"; }
 
 vision() { vision_runs | runs && "$PYTHON" results/report.py "$results"; }
+
+language() { language_runs | runs && "$PYTHON" results/report.py "$results"; }
 
 theory() {
     "$PYTHON" theory.py                      # the table of every derivative and bound: exit 1 if one is violated
@@ -157,11 +177,11 @@ theory() {
 }
 
 sections=("$@")
-[ $# -gt 0 ] || sections=(boolean theory arithmetic vision)
+[ $# -gt 0 ] || sections=(boolean theory arithmetic vision language)
 for section in "${sections[@]}"; do
     case $section in
-        boolean | theory | arithmetic | vision) ;;
-        *) echo "run_all.sh: no section '$section': boolean, theory, arithmetic, vision" >&2; exit 2 ;;
+        boolean | theory | arithmetic | vision | language) ;;
+        *) echo "run_all.sh: no section '$section': boolean, theory, arithmetic, vision, language" >&2; exit 2 ;;
     esac
 done
 for section in "${sections[@]}"; do $section; done

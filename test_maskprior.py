@@ -1371,9 +1371,9 @@ def asked_of_train(folder, *arguments, **environment):
     return [line.split()[1:] for line in (folder / 'asked').read_text().splitlines() if line.startswith('train.py')]
 
 
-@pytest.mark.parametrize('size, runs', [('quick', 35), ('full', 290)])
+@pytest.mark.parametrize('size, runs', [('quick', 43), ('full', 310)])
 def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
-    asked = asked_of_train(tmp_path, *(['quick'] if size == 'quick' else []), 'boolean', 'arithmetic', 'vision')
+    asked = asked_of_train(tmp_path, *(['quick'] if size == 'quick' else []), 'boolean', 'arithmetic', 'vision', 'language')
     folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]
     assert runs <= len(folders) == len(set(folders))                               # no two runs share a folder
     assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)

@@ -175,7 +175,24 @@ def vision(results):
                      lines())
 
 
-SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision}
+def language(results):
+    yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
+    rows = read(results / 'language')
+    def lines():
+        for label, runs in rows.items():
+            task, arm = label.split('-', 1)
+            final = {r['seed']: r['perplexity'] for _, r, _ in rows.get(f'{task}-default', [])}
+            reached = [next((row['step'] for row in log if row['perplexity'] <= final.get(r['seed'], 0)), None) for _, r, log in runs]
+            of = lambda key: [r[key] for _, r, _ in runs if key in r]
+            yield [task, arm, spread(of('perplexity')), ' '.join(f'{v:.2f}' for v in of('perplexity')), spread(of('perplexity_test')),
+                   ' '.join(map(str, reached)) if all(reached) else '', spread(of('perplexity_2x')) if of('perplexity_2x') else '',
+                   spread(of('perplexity_4x')) if of('perplexity_4x') else '',
+                   f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][1]["steps"]} × {len(runs)}']
+    yield from table(['task', 'arm', 'validation', 'each seed', 'test', "step at the default's final", 'context × 2', 'context × 4', 'prior_tv',
+                      'steps × seeds'], lines())
+
+
+SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
 def vision_figure(results):
     import matplotlib
     matplotlib.use('Agg')
