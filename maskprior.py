@@ -52,7 +52,8 @@ def attend(q, k, v, bias=None, sdpa=False):
 class Attention(nn.Module):
     """Multi-head attention over at most N tokens, with room for a mask: `M` is None until `init_mask` sets it.
 
-    `tied`: M holds one entry for each distance i - j >= 0, [N] or [H, N], instead of [N, N] or [H, N, N]. Separate projections without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
+    `tied`: M holds one entry for each distance i - j >= 0, [N] or [H, N], instead of [N, N] or [H, N, N]. Separate projections
+    without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
     """
 
     def __init__(self, D, H, allowed=None, sdpa=False):

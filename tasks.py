@@ -227,8 +227,9 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
 
 ARITHMETIC = {'add3': '+', 'add4': '+', 'add5': '+', 'mul3': '*'}
 VOCAB = '0123456789+*='
-PAPER |= {('add3', 'default'): dict(sequence_accuracy=0.0119, frac=0.004), ('add3', 'mask'): dict(sequence_accuracy=0.7749, frac=0.004),
-          ('mul3', 'default'): dict(sequence_accuracy=0.0501, frac=0.03), ('mul3', 'mask'): dict(sequence_accuracy=0.6949, frac=0.03)}
+PAPER |= {(task, arm): dict(sequence_accuracy=accuracy, frac=frac) for task, arm, accuracy, frac in (
+    ('add3', 'default', 0.0119, 0.004), ('add3', 'mask', 0.7749, 0.004),
+    ('mul3', 'default', 0.0501, 0.03), ('mul3', 'mask', 0.6949, 0.03))}
 
 
 def arithmetic_text(a, b, sign, n, order='lsb'):
@@ -297,9 +298,7 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
     if without == 'products' and sign == '+':
         raise UsageError(f'--without products is about multiplication; {name} has none')
     first = 2 * n + 1
-    pairs = dict(zip(('seen', 'test'), arithmetic_split(n, frac, seed)))
-    texts = {key: arithmetic_text(*pair.T, sign, n, order).to(device) for key, pair in pairs.items()}
-    seen, test = texts['seen'], texts['test']
+    seen, test = (arithmetic_text(*pairs.T, sign, n, order).to(device) for pairs in arithmetic_split(n, frac, seed))
 
     def batch(generator, size, step=0, part=slice(None)):
         text = seen[torch.randint(len(seen), (size,), generator=generator)[part].to(device)]
@@ -357,8 +356,10 @@ VISION = {
 }
 PAPER |= {('cifar10', arm): dict(accuracy=a) for arm, a in (('default', 0.9420), ('impulse', 0.9512), ('mask', 0.9566))}
 
-CIFAR = {'cifar10': ('cifar-10-batches-py', 'cifar-10-python.tar.gz', 'cifar-10-batches-bin', 'cifar-10-binary.tar.gz'),
-         'cifar100': ('cifar-100-python', 'cifar-100-python.tar.gz', 'cifar-100-binary', 'cifar-100-binary.tar.gz')}
+CIFAR = {'cifar10': (('cifar-10-batches-py', 'cifar-10-python.tar.gz'), ('cifar-10-batches-bin', 'cifar-10-binary.tar.gz')),
+         'cifar100': (('cifar-100-python', 'cifar-100-python.tar.gz'), ('cifar-100-binary', 'cifar-100-binary.tar.gz'))}
+
+
 def unpickle(data):
     """The dictionary in a CIFAR pickle (bytes), with str keys and uint8 tensors, without numpy.
 
@@ -400,8 +401,8 @@ def unpickle(data):
 
 def cifar_files(name, data_dir):
     """(where, {file name: content}) of the official archive, python or binary, as a folder or .tar.gz; nothing is unpacked."""
-    names = CIFAR[name]
-    for folder, archive in ((Path(data_dir) / names[0], Path(data_dir) / names[1]), (Path(data_dir) / names[2], Path(data_dir) / names[3])):
+    for layout in CIFAR[name]:
+        folder, archive = (Path(data_dir) / part for part in layout)
         if folder.is_dir():
             return folder, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         if archive.exists():

@@ -115,9 +115,10 @@ class Settings:
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
-ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000, warmup=100, weight_decay=1., bf16=True)
-VISION = dict(width=96, positions='sincos', heads=3, layers=6, strength=1., level=2., per_head=True, epochs=20, batch=128, warmup=2, eval_every=1,
-              weight_decay=0.05, clip=1., bf16=True)
+ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000, warmup=100, weight_decay=1.,
+                bf16=True)
+VISION = dict(width=96, heads=3, layers=6, positions='sincos', strength=1., level=2., per_head=True, epochs=20, eval_every=1,
+              warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
 LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=1000, batch=64, lr=2e-3, warmup=100,
                 eval_every=250, weight_decay=0.1, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
@@ -129,7 +130,9 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: R
     'add4': ADDITION | dict(frac=1e-5),
     'add5': ADDITION | dict(frac=1e-7),
     'mul3': ADDITION | dict(frac=0.03, init_std=0.05, steps=3500, eval_every=875, batch=256, lr=3e-3),
-    **{task: dict(VISION, **own) for task, own in (('cifar10', {}), ('cifar100', {}), ('imagenet100', dict(crop='resized')))},
+    'cifar10': VISION,
+    'cifar100': VISION,
+    'imagenet100': VISION | dict(crop='resized'),
     'wikitext2': LANGUAGE,
     'tinystories': LANGUAGE,
 }
