@@ -142,18 +142,18 @@ def sincos(rows, cols, D):
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of the logits x W^T against target [T], for x [T, D] and W [V, D], `chunk` rows of logits at a time.
 
-    The gradients are formed with the loss, so nothing is computed twice, and the logits never exist as a whole: 4,096 positions of
-    33,278 words are half a gigabyte in fp32.
+    The gradients are formed with the loss (`gradients`; torch doesn't say here whether they are wanted), so nothing is computed
+    twice, and the logits never exist as a whole: 4,096 positions of 33,278 words are half a gigabyte in fp32.
     """
 
     @staticmethod
-    def forward(ctx, x, W, target, chunk=512):
+    def forward(ctx, x, W, target, gradients=True, chunk=512):
         loss, grad_x, grad_W = 0., torch.empty_like(x), torch.zeros_like(W)
         for rows in torch.arange(len(x), device=x.device).split(chunk):
             logits = x[rows] @ W.T
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             loss = loss - log_p.gather(1, target[rows, None]).sum()
-            if any(ctx.needs_input_grad):
+            if gradients:
                 grad = log_p.exp_()
                 grad[torch.arange(len(rows), device=x.device), target[rows]] -= 1.
                 grad_x[rows] = (grad @ W).to(x.dtype)
@@ -164,7 +164,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_W = ctx.saved_tensors
-        return grad_x * (grad / len(grad_x)), grad_W * (grad / len(grad_x)), None, None
+        return grad_x * (grad / len(grad_x)), grad_W * (grad / len(grad_x)), None, None, None
 
 
 class Transformer(nn.Module):
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
             x = block(x)
         x = self.norm(self.blocks[-1](x, self.rows))                               # [B, rows, D]
         if target is not None:
-            return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, target.flatten())
+            return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, target.flatten(), torch.is_grad_enabled())
         if self.pool:
             x = x.mean(1) if self.pool == 'mean' else x.sum(1)
         return self.head(x)

@@ -42,7 +42,7 @@ class Task:
     loss: Callable        # (outputs of the model, targets) -> scalar; None: the model's own, of a large vocabulary
     evaluate: Callable    # (predict: inputs -> outputs, without gradients; last) -> {metric: number, or details}
     probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
-    fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation
+    fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation; or None
     shown: tuple          # the metrics on the line that is printed at each evaluation
     summary: Callable     # (result) -> the lines that are printed at the end
     known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics
@@ -851,7 +851,7 @@ def language(name, data_dir, context=64, positions='learned', heads=4, eval_batc
     N = context * (4 if positions == 'none' else 1)
     return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
                 distance=relative_distance(N, heads).to(device), batch=batch, loss=None, evaluate=evaluate,
-                probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: True, shown=('perplexity', 'loss_seen'),
+                probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: None, shown=('perplexity', 'loss_seen'),
                 summary=summary, size=len(train) // context)
 
 

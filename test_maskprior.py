@@ -950,7 +950,7 @@ def test_the_models_own_loss_is_the_cross_entropy_of_its_logits(bf16):
 def test_chunks_of_the_cross_entropy_do_not_change_it():
     x, W, y = torch.randn(7, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64), torch.randint(9, (7,))
     for chunk in (1, 3, 100):
-        assert torch.autograd.gradcheck(lambda x, W: maskprior.LinearCrossEntropy.apply(x, W, y, chunk),
+        assert torch.autograd.gradcheck(lambda x, W: maskprior.LinearCrossEntropy.apply(x, W, y, True, chunk),
                                         (x.requires_grad_(), W.requires_grad_()))
 
 

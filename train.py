@@ -326,7 +326,8 @@ def train(settings, folder, task, model, target):
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
         step, seconds, log = read(folder / 'checkpoint.pt', restore)
-        write_log()
+        if rank == 0:
+            write_log()
 
     def evaluate():
         model.eval()
@@ -380,9 +381,29 @@ def train(settings, folder, task, model, target):
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
 
+def is_finished(folder, describing, resume):
+    """Whether the run of these settings is finished; refuses to go on with one of other settings, or unasked with one at all."""
+    if not any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
+        return False
+    before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
+    for name, value in describing.items():
+        if before.get(name, getattr(Settings, name)) != value:
+            raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
+                             f'{value}): choose a --name, or --overwrite it')
+    if (folder / 'result.json').exists():
+        read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
+        return True
+    if not resume:
+        raise UsageError(f'{folder} holds an unfinished run: --resume goes on with it, --overwrite starts over')
+    return False
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     settings = parse(argv)
+    folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
+    describing = {k: v for k, v in dataclasses.asdict(settings).items()
+                  if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
     if 'RANK' in os.environ and not dist.is_initialized():                         # under torchrun
         if settings.device.startswith('cuda'):
             settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
@@ -391,26 +412,16 @@ def main(argv=None):
     rank, world = processes()
     if settings.batch % (2 * world) and world > 1:
         raise UsageError(f'--batch {settings.batch} is not a multiple of twice the {world} processes')
-    folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
-    describing = {k: v for k, v in dataclasses.asdict(settings).items()
-                  if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
-    if not settings.overwrite and any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
-        before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
-        for name, value in describing.items():
-            if before.get(name, getattr(Settings, name)) != value:
-                raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
-                                 f'{value}): choose a --name, or --overwrite it')
-        if (folder / 'result.json').exists():
-            read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
+    if not settings.overwrite and is_finished(folder, describing, settings.resume):
+        if rank == 0:
             print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
-            return
-        if not settings.resume:
-            raise UsageError(f'{folder} holds an unfinished run: --resume goes on with it, --overwrite starts over')
+        return
     built = build(settings)                                                        # refuses bad settings before any file
     if world > 1:
         dist.barrier()                                                             # all have read what is there
     if rank:
         train(settings, folder, *built)
+        dist.destroy_process_group()
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
@@ -421,9 +432,11 @@ def main(argv=None):
     result = train(settings, folder, *built)
     write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))
-    fitted = 'fitted what it saw' if result['fitted'] else 'has NOT FITTED what it saw'
+    fitted = {True: 'fitted what it saw', False: 'has NOT FITTED what it saw', None: 'is done'}[result['fitted']]
     print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '
           f'{result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; {result["seconds"]:.0f} s')
+    if world > 1:
+        dist.destroy_process_group()
 
 
 def command(main, script):
