@@ -95,21 +95,15 @@ def curves(folder):
     return curves
 
 
-def saved(curve):
-    """For each share of pairs the default was given: (share, its accuracy, share at which the mask has as much).
+def needed(runs, level):
+    """The share of pairs at which an arm has `level` whole answers right; None where it is beyond the shares measured.
 
-    Means over the seeds; between two measured shares the mask's accuracy is taken as linear in the log of the share.
+    Means over the seeds; between two measured shares the accuracy is taken as linear in the log of the share.
     """
-    points = {arm: [(f, mean(r['sequence_accuracy'] for _, r, _ in runs)) for f, runs in sorted(curve[arm].items())]
-              for arm in ('default', 'mask')}
-    for frac, accuracy in points['default']:
-        for (f0, low), (f1, high) in zip(points['mask'], points['mask'][1:]):
-            if low <= accuracy <= high:
-                yield frac, accuracy, f0 * (f1 / f0) ** ((accuracy - low) / (high - low))
-                break
-        else:
-            if accuracy < points['mask'][0][1]:
-                yield frac, accuracy, None                                         # less than the smallest share measured
+    points = [(f, mean(r['sequence_accuracy'] for _, r, _ in of)) for f, of in sorted(runs.items())]
+    for (f0, low), (f1, high) in zip(points, points[1:]):
+        if low <= level <= high:
+            return f0 * (f1 / f0) ** ((level - low) / (high - low))
 
 
 def arithmetic(results):
@@ -122,6 +116,8 @@ def arithmetic(results):
     header = ['whole answer %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv', 'steps × seeds']
     yield '**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; test: 10,000 other pairs)\n'
     for folder in ('.', 'weight-decay-3'):
+        if not (results / 'arithmetic' / folder).exists():
+            continue
         if folder != '.':
             yield '**The same with a weight decay of 3**, which the default gains most by\n'
         found = curves(results / 'arithmetic' / folder)
@@ -134,13 +130,21 @@ def arithmetic(results):
                             yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
                                    f'{100 * paper["sequence_accuracy"]:g}' if paper.get('frac') == frac else '']
         yield from table(['task', 'pairs', 'arm', *header, 'paper'], lines())
-        for task, curve in found.items():
-            for frac, accuracy, share in saved(curve):
-                less = f'{100 * share:.2g} %, {frac / share:.2g} times fewer pairs' if share else 'less than the smallest share measured'
-                yield f'- {task}: the default\'s {accuracy:.1%} at {100 * frac:g} % of the pairs takes the mask {less}.'
-        yield ''
-    yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
-    yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
+        yield '**Share of pairs needed for so many whole answers**, interpolated, and how much less than the default\n'
+        def lines():
+            for task, curve in found.items():
+                for arm in ARMS:
+                    row = [task, arm]
+                    for level in (0.5, 0.9):
+                        share, default = needed(curve[arm], level), needed(curve['default'], level)
+                        row.append(f'{100 * share:.2g} %' + (f', {default / share:.1f} times less' if default and arm != 'default' else '')
+                                   if share else 'beyond what was measured')
+                    if curve[arm]:
+                        yield row
+        yield from table(['task', 'arm', '50 %', '90 %'], lines())
+    if (results / 'arithmetic' / 'ablation').exists():
+        yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
+        yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
 
 
 def arithmetic_figure(results):
