@@ -14,7 +14,7 @@ size=full
 
 # The arguments of train.py, one run a line on stdin.
 runs() {
-    xargs -P "$JOBS" -L 1 sh -c '
+    "$PYTHON" results/unfinished.py | xargs -r -P "$JOBS" -L 1 sh -c '
         echo "train.py $*"
         "$PYTHON" train.py "$@" --resume > /dev/null || { echo "run_all.sh: failed: train.py $*" >&2; exit 255; }' sh
 }

@@ -1354,6 +1354,8 @@ def test_divergence_is_one_line_and_strict_json(tmp_path):
 def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     (tmp_path / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
     (tmp_path / 'train.py').write_text('raise SystemExit(1)')
+    (tmp_path / 'results').mkdir()
+    (tmp_path / 'results' / 'unfinished.py').write_text('import sys; print(sys.stdin.read(), end="")')
     environment = dict(os.environ, PYTHON=sys.executable)
     done = subprocess.run(['bash', 'run_all.sh', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode != 0 and 'failed: train.py --task parity2' in done.stderr
@@ -1364,7 +1366,7 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
 def asked_of_train(folder, *arguments, **environment):
     """The command lines of train.py that run_all.sh would run: a stand-in for python notes what it is asked to do."""
     (folder / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
-    (folder / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n')
+    (folder / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n[ "$1" != results/unfinished.py ] || cat\n')
     (folder / 'note').chmod(0o755)
     subprocess.run(['bash', 'run_all.sh', *arguments], cwd=folder, check=True, capture_output=True,
                    env=dict(os.environ, PYTHON='./note', **environment))
@@ -1377,6 +1379,16 @@ def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
     folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]
     assert runs <= len(folders) == len(set(folders))                               # no two runs share a folder
     assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)
+
+
+def test_a_finished_run_is_not_asked_for_again(tmp_path):
+    options = [*SMALL, '--steps', '2', '--out', str(tmp_path)]
+    train.main(options)
+    lines = [' '.join([*options, '--seed', seed]) for seed in ('0', '1')]
+    ask = lambda text: subprocess.run([sys.executable, HERE / 'results' / 'unfinished.py'], input=text, capture_output=True, text=True)
+    assert ask('\n'.join(lines) + '\n').stdout.splitlines() == lines[1:]
+    done = ask(lines[0] + ' --lr 1\n')                                             # finished, with another setting
+    assert done.returncode == 2 and '--lr' in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(tmp_path, no_fakes):

@@ -381,12 +381,23 @@ def train(settings, folder, task, model, target):
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
 
-def is_finished(folder, describing, resume):
+def folder_of(settings):
+    return Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
+
+
+def describing(settings):
+    """The settings that make a run what it is, for its config.json."""
+    return {k: v for k, v in dataclasses.asdict(settings).items()
+            if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
+
+
+def is_finished(settings, resume):
     """Whether the run of these settings is finished; refuses to go on with one of other settings, or unasked with one at all."""
+    folder = folder_of(settings)
     if not any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
         return False
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
-    for name, value in describing.items():
+    for name, value in describing(settings).items():
         if before.get(name, getattr(Settings, name)) != value:
             raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
                              f'{value}): choose a --name, or --overwrite it')
@@ -401,9 +412,11 @@ def is_finished(folder, describing, resume):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     settings = parse(argv)
-    folder = Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
-    describing = {k: v for k, v in dataclasses.asdict(settings).items()
-                  if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
+    folder, described = folder_of(settings), describing(settings)
+    if not settings.overwrite and is_finished(settings, settings.resume):
+        if os.environ.get('RANK', '0') == '0':
+            print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
+        return
     if 'RANK' in os.environ and not dist.is_initialized():                         # under torchrun
         if settings.device.startswith('cuda'):
             settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
@@ -412,10 +425,6 @@ def main(argv=None):
     rank, world = processes()
     if settings.batch % (2 * world) and world > 1:
         raise UsageError(f'--batch {settings.batch} is not a multiple of twice the {world} processes')
-    if not settings.overwrite and is_finished(folder, describing, settings.resume):
-        if rank == 0:
-            print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
-        return
     built = build(settings)                                                        # refuses bad settings before any file
     if world > 1:
         dist.barrier()                                                             # all have read what is there
@@ -427,7 +436,7 @@ def main(argv=None):
     for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / 'config.json', dict(
-        settings=describing, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
+        settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
         threads=torch.get_num_threads(), processes=world, commit=commit()))
     result = train(settings, folder, *built)
     write_json(folder / 'result.json', result)
