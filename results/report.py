@@ -96,14 +96,15 @@ def curves(folder):
 
 
 def needed(runs, level):
-    """The share of pairs at which an arm has `level` whole answers right; None where it is beyond the shares measured.
+    """('', the share of pairs at which an arm has `level` whole answers right); ('<' or '>', the smallest or largest measured).
 
     Means over the seeds; between two measured shares the accuracy is taken as linear in the log of the share.
     """
     points = [(f, mean(r['sequence_accuracy'] for _, r, _ in of)) for f, of in sorted(runs.items())]
     for (f0, low), (f1, high) in zip(points, points[1:]):
         if low <= level <= high:
-            return f0 * (f1 / f0) ** ((level - low) / (high - low))
+            return '', f0 * (f1 / f0) ** ((level - low) / (high - low))
+    return ('<', points[0][0]) if points[0][1] > level else ('>', points[-1][0])
 
 
 def arithmetic(results):
@@ -133,14 +134,13 @@ def arithmetic(results):
         yield '**Share of pairs needed for so many whole answers**, interpolated, and how much less than the default\n'
         def lines():
             for task, curve in found.items():
-                for arm in ARMS:
+                for arm in filter(curve.get, ARMS):
                     row = [task, arm]
                     for level in (0.5, 0.9):
-                        share, default = needed(curve[arm], level), needed(curve['default'], level)
-                        row.append(f'{100 * share:.2g} %' + (f', {default / share:.1f} times less' if default and arm != 'default' else '')
-                                   if share else 'beyond what was measured')
-                    if curve[arm]:
-                        yield row
+                        (sign, share), (unmeasured, default) = needed(curve[arm], level), needed(curve['default'], level)
+                        less = f', {default / share:.1f} times less' if arm != 'default' and not unmeasured and sign != '>' else ''
+                        row.append(f'{sign}{100 * share:.2g} %' + (less.replace(',', ', more than') if sign else less))
+                    yield row
         yield from table(['task', 'arm', '50 %', '90 %'], lines())
     if (results / 'arithmetic' / 'ablation').exists():
         yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
@@ -161,6 +161,9 @@ def arithmetic_figure(results):
             for f, values in points:
                 axis.plot([f] * len(values), values, f'C{i}.')
         axis.set(xscale='log', xlabel='training pairs, % of all', ylabel='whole answer right, %', title=task)
+        fracs = sorted({100 * f for runs in curve.values() for f in runs})
+        axis.set_xticks(fracs, [f'{f:g}' for f in fracs])
+        axis.minorticks_off()
         axis.legend()
     figure.tight_layout()
     figure.savefig(results / 'arithmetic' / 'curve.png', dpi=110)
