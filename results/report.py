@@ -134,7 +134,7 @@ def arithmetic(results):
         yield '**Share of pairs needed for so many whole answers**, interpolated, and how much less than the default\n'
         def lines():
             for task, curve in found.items():
-                for arm in filter(curve.get, ARMS):
+                for arm in filter(curve.get, ARMS if curve['default'] else ()):
                     row = [task, arm]
                     for level in (0.5, 0.9):
                         (sign, share), (unmeasured, default) = needed(curve[arm], level), needed(curve['default'], level)
@@ -156,6 +156,8 @@ def arithmetic_figure(results):
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
     for axis, (task, curve) in zip(axes[0], found):
         for i, arm in enumerate(ARMS):
+            if not curve[arm]:
+                continue
             points = [(100 * f, [100 * r['sequence_accuracy'] for _, r, _ in runs]) for f, runs in sorted(curve[arm].items())]
             axis.plot([f for f, _ in points], [mean(values) for _, values in points], f'C{i}-', label=arm)
             for f, values in points:
