@@ -17,7 +17,9 @@ import urllib.request
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Callable
@@ -32,6 +34,17 @@ class UsageError(Exception):
 
 class DataError(Exception):
     """Data that is missing or damaged; train.py prints it as one line and exits with 1."""
+
+
+@contextmanager
+def replacing(path):
+    """Atomic: yields a temporary path, which gets the name `path` when the block has ended well, and is removed when not."""
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @dataclass
@@ -495,15 +508,10 @@ def decoded(files, side, cache):
                 raise DataError(f'{file} can not be decoded ({error}): remove or replace it') from None
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-        try:
-            with open(temporary, 'wb') as out, ThreadPoolExecutor(os.cpu_count()) as pool:
-                for start in range(0, len(files), 1000):                           # so that no more than this waits in memory
-                    for image in pool.map(decode, files[start:start + 1000]):
-                        out.write(image)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary, open(temporary, 'wb') as out, ThreadPoolExecutor(os.cpu_count()) as pool:
+            for start in range(0, len(files), 1000):                               # so that no more than this waits in memory
+                for image in pool.map(decode, files[start:start + 1000]):
+                    out.write(image)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(-1, side, side, 3).permute(0, 3, 1, 2)
 
 
@@ -525,11 +533,15 @@ def imagenet100(data_dir, side, cache):
     return tuple(parts)
 
 
+@lru_cache(maxsize=2)                                                               # not anew at every step
+def permutation(n, seed, epoch):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch))
+
+
 def shuffled(n, size, step, seed):
     """The indices [size] of batch `step` in an endless stream of epochs, each a permutation of all n of its own."""
     start, end = step * size, (step + 1) * size
-    order = [torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch))
-             for epoch in range(start // n, (end - 1) // n + 1)]
+    order = [permutation(n, seed, epoch) for epoch in range(start // n, (end - 1) // n + 1)]
     return torch.cat(order)[start % n:][:size]
 
 
@@ -729,10 +741,10 @@ STORIES_VOCABULARY = 4096
 def read_text(path):
     """The text of a UTF-8 file, whatever the locale, with or without a byte-order mark, its lines ended by \\n or \\r\\n."""
     try:
-        return Path(path).read_text(encoding='utf-8-sig')
+        return path.read_text(encoding='utf-8-sig')
     except FileNotFoundError:
-        raise DataError(f'{path} is missing: python tasks.py download {Path(path).parent.name.replace("-", "")} '
-                        f'--data-dir {Path(path).parent.parent}') from None
+        raise DataError(f'{path} is missing: python tasks.py download {path.parent.name.replace("-", "")} '
+                        f'--data-dir {path.parent.parent}') from None
     except UnicodeDecodeError as error:
         raise DataError(f'{path} is not UTF-8 text ({error}): download it again') from None
 
@@ -800,7 +812,7 @@ def total_loss(predict, ids, start, N, batch):
     return total
 
 
-def language(name, data_dir, context=64, positions='learned', heads=4, eval_batch=64, device='cpu'):
+def language(name, data_dir, context=64, positions='learned', per_head=True, heads=4, eval_batch=64, device='cpu'):
     """Next-word prediction in windows of `context` words, measured by perplexity = exp(total loss / predicted words).
 
     Without positions the model is made for 4 times the context, and is measured at 2 and 4 times what it was trained at.
@@ -849,8 +861,9 @@ def language(name, data_dir, context=64, positions='learned', heads=4, eval_batc
         return [*lines, f'sample: {result["sample"]}']
 
     N = context * (4 if positions == 'none' else 1)
+    distance = relative_distance(N, heads)
     return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
-                distance=relative_distance(N, heads).to(device), batch=batch, loss=None, evaluate=evaluate,
+                distance=(distance if per_head else distance.mean(0)).to(device), batch=batch, loss=None, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: None, shown=('perplexity', 'loss_seen'),
                 summary=summary, size=len(train) // context)
 
@@ -874,25 +887,23 @@ def download(address, path, size, md5):
     if path.exists():
         print(f'{path} is already there')
         return
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         digest, got = hashlib.md5(), 0
-        with urllib.request.urlopen(address, timeout=60) as source, open(temporary, 'wb') as out:
-            expected = size or int(source.headers.get('Content-Length') or 0)
-            while chunk := source.read(1 << 20):
-                out.write(chunk)
-                digest.update(chunk)
-                got += len(chunk)
-                print(f'\r{path.name}: {got / 1e6:.0f} of {expected / 1e6:.0f} MB', end='', flush=True)
-        print(f'  md5 {digest.hexdigest()}')
-        if (expected and got != expected) or (md5 and digest.hexdigest() != md5):
-            raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, expected {expected} with {md5}: nothing is kept')
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            with urllib.request.urlopen(address, timeout=60) as source, open(temporary, 'wb') as out:
+                expected = size or int(source.headers.get('Content-Length') or 0)
+                while chunk := source.read(1 << 20):
+                    out.write(chunk)
+                    digest.update(chunk)
+                    got += len(chunk)
+                    print(f'\r{path.name}: {got / 1e6:.0f} of {expected / 1e6:.0f} MB', end='', flush=True)
+            print(f'  md5 {digest.hexdigest()}')
+            if (expected and got != expected) or (md5 and digest.hexdigest() != md5):
+                raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, expected {expected} with {md5}: '
+                                'nothing is kept')
     except (OSError, http.client.HTTPException) as error:                          # no network, no space, no such page
         raise DataError(f'{address} can not be fetched to {path}: {error}') from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def main(argv=None):

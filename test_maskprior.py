@@ -694,7 +694,6 @@ def test_patches_come_row_by_row(rows, cols, P=4):
     patches = maskprior.Patches(3, P, 8)
     patches.proj.weight.data.fill_(1.), patches.proj.bias.data.zero_()
     assert torch.equal(patches(image)[0, :, 0], 48 * torch.arange(rows * cols))
-    right = maskprior.target_attention(tasks.locality(rows, cols, 3).neg())[2].argmin(-1)
     right = tasks.locality(rows, cols, 3)[2].argmin(-1)                            # head 2: the patch on the right
     for i in range(rows * cols):
         assert right[i] == (i + 1 if i % cols < cols - 1 else i)                   # at the edge it stays: no wrap

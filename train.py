@@ -210,9 +210,7 @@ def build(settings):
     elif s.task in tasks.ARITHMETIC:
         task = tasks.arithmetic(s.task, s.frac, s.order, s.without, s.per_head, s.heads, s.seed, s.device)
     elif s.task in tasks.LANGUAGE:
-        task = tasks.language(s.task, s.data_dir, s.context, s.positions, s.heads, s.batch, s.device)
-        if not s.per_head:
-            task.distance = task.distance.mean(0)
+        task = tasks.language(s.task, s.data_dir, s.context, s.positions, s.per_head, s.heads, s.batch, s.device)
     else:
         task = tasks.vision(s.task, s.data_dir, s.patch, s.image_size, s.pool, s.positions, s.drop_path, s.per_head, s.heads, s.crop,
                             s.randaugment, s.erasing, s.mixup, s.cutmix, s.smoothing, s.cache, s.seed, s.device)
@@ -255,14 +253,11 @@ def learning_rate(step, settings):
 
 def write(path, save):
     """Atomic: save(temporary path), then rename. Whoever reads `path` finds the old file or the new one, whole."""
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     try:
-        save(temporary)
-        os.replace(temporary, path)
+        with tasks.replacing(path) as temporary:
+            save(temporary)
     except (OSError, RuntimeError) as error:                                       # torch.save: RuntimeError on a full disk
         raise RunError(f'{path} can not be written: {str(error).splitlines()[0]}') from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path, content):

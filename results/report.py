@@ -147,10 +147,15 @@ def arithmetic(results):
         yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
 
 
-def arithmetic_figure(results):
+def pyplot():
     import matplotlib
     matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
+    return pyplot
+
+
+def arithmetic_figure(results):
+    plt = pyplot()
     found = [(f'{task}{note}', curve) for folder, note in (('.', ''), ('weight-decay-3', ', weight decay 3'))
              for task, curve in curves(results / 'arithmetic' / folder).items()]
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
@@ -203,10 +208,8 @@ def language(results):
 
 SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
 def vision_figure(results):
-    import matplotlib
-    matplotlib.use('Agg')
-    from matplotlib import pyplot as plt
-    rows = {label: runs for label, runs in read(results / 'vision').items()}
+    plt = pyplot()
+    rows = read(results / 'vision')
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for axis, key, title in zip(axes, ('accuracy', 'prior_tv'), ('CIFAR-10 subset: top-1 on the test images', 'prior_tv')):
         for label, runs in rows.items():
