@@ -377,7 +377,14 @@ def init_impulse(model, target, generator, gain=320.):
         block.attn.k.weight.copy_(right.mT.flatten(0, 1))
 
 
-ARMS = ('default', 'mask', 'qk-svd', 'qk-opt', 'mimetic', 'impulse')
+ARMS = {
+    'default': 'no prior',
+    'mask': 'M of every layer; W_Q and W_K stay random',
+    'qk-svd': 'W_Q and W_K, in closed form',
+    'qk-opt': 'W_Q and W_K, by optimisation',
+    'mimetic': 'images: W_Q, W_K, W_V, W_proj (Trockman and Kolter 2023)',
+    'impulse': 'images: W_Q and W_K, a shift for each head (Zheng et al. 2024, 2025)',
+}
 
 
 def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0):

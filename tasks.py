@@ -14,6 +14,7 @@ import re
 import sys
 import tarfile
 import urllib.request
+import warnings
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Callable
 
+warnings.filterwarnings('ignore', 'Failed to initialize NumPy')  # numpy is not required; torch mentions its absence
 import torch
 import torch.nn.functional as F
 
@@ -369,10 +371,6 @@ VISION = {
 }
 PAPER |= {('cifar10', arm): dict(accuracy=a) for arm, a in (('default', 0.9420), ('impulse', 0.9512), ('mask', 0.9566))}
 
-CIFAR = {'cifar10': (('cifar-10-batches-py', 'cifar-10-python.tar.gz'), ('cifar-10-batches-bin', 'cifar-10-binary.tar.gz')),
-         'cifar100': (('cifar-100-python', 'cifar-100-python.tar.gz'), ('cifar-100-binary', 'cifar-100-binary.tar.gz'))}
-
-
 def unpickle(data):
     """The dictionary in a CIFAR pickle (bytes), with str keys and uint8 tensors, without numpy.
 
@@ -414,24 +412,20 @@ def unpickle(data):
 
 def cifar_files(name, data_dir):
     """(where, {file name: content}) of the official archive, python or binary, as a folder or .tar.gz; nothing is unpacked."""
-    for layout in CIFAR[name]:
-        folder, archive = (Path(data_dir) / part for part in layout)
-        if folder.is_dir():
-            return folder, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        if archive.exists():
-            files = {}
-            try:
-                with tarfile.open(archive) as tar:
-                    for member in tar:
-                        parts = PurePosixPath(member.name).parts
-                        if not (member.isfile() or member.isdir()) or '..' in parts or parts[:1] == ('/',):
-                            raise DataError(f'{archive} holds {member.name}, which no official archive does')
-                        if member.isfile():
-                            files[parts[-1]] = tar.extractfile(member).read()
-            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-                raise DataError(f'{archive} can not be read ({error}): download it again') from None
-            return archive, files
-    raise DataError(f'{name} is not in {data_dir}: python tasks.py download {name} --data-dir {data_dir}')
+    where, files = find(name, data_dir), {}
+    if where.is_dir():
+        return where, {path.name: path.read_bytes() for path in where.iterdir() if path.is_file()}
+    try:
+        with tarfile.open(where) as tar:
+            for member in tar:
+                parts = PurePosixPath(member.name).parts
+                if not (member.isfile() or member.isdir()) or '..' in parts or parts[:1] == ('/',):
+                    raise DataError(f'{where} holds {member.name}, which no official archive does')
+                if member.isfile():
+                    files[parts[-1]] = tar.extractfile(member).read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise DataError(f'{where} can not be read ({error}): download it again') from None
+    return where, files
 
 
 def cifar(name, data_dir):
@@ -475,7 +469,7 @@ def cifar(name, data_dir):
 
 def image_files(root, split, classes):
     """{class: [files]} of root/split/<class>/, of the classes asked for (all: None) that hold an image; sorted, each file once."""
-    folders = [f for f in sorted((root / split).iterdir()) if f.is_dir() and not f.name.startswith('.')
+    folders = [f for f in sorted((root / split).glob('*')) if f.is_dir() and not f.name.startswith('.')
                and (classes is None or f.name in classes)]
     found = {f.name: sorted(p for p in f.iterdir() if p.suffix.lower() in ('.jpeg', '.jpg') and not p.name.startswith('.'))
              for f in folders}
@@ -517,10 +511,7 @@ def decoded(files, side, cache):
 
 def imagenet100(data_dir, side, cache):
     """As cifar(), from imagenet100/{train,val}/<WordNet id>/*.JPEG; data_dir/imagenet100_classes.txt, if there, says which."""
-    root, listed = Path(data_dir) / 'imagenet100', Path(data_dir) / 'imagenet100_classes.txt'
-    if not (root / 'train').is_dir() or not (root / 'val').is_dir():
-        raise DataError(f'{root}/train and {root}/val are not both there: ImageNet has to be fetched from image-net.org by hand, and '
-                        f'its class folders (the 100 in {listed.name}) laid out as train/<WordNet id>/*.JPEG and val/<WordNet id>/*.JPEG')
+    root, listed = find('imagenet100', data_dir).parent, Path(data_dir) / 'imagenet100_classes.txt'
     classes = set(listed.read_text().split()) if listed.exists() else None
     found = {split: image_files(root, split, classes) for split in ('train', 'val')}
     names = list(found['train'])
@@ -743,8 +734,7 @@ def read_text(path):
     try:
         return path.read_text(encoding='utf-8-sig')
     except FileNotFoundError:
-        raise DataError(f'{path} is missing: python tasks.py download {path.parent.name.replace("-", "")} '
-                        f'--data-dir {path.parent.parent}') from None
+        raise DataError(f'{path} is missing: download its data set again') from None
     except UnicodeDecodeError as error:
         raise DataError(f'{path} is not UTF-8 text ({error}): download it again') from None
 
@@ -773,11 +763,10 @@ def corpus(name, data_dir):
     for validation, the 4,096 most frequent words.
     """
     if name == 'wikitext2':
-        splits = {split: wikitext_words(read_text(Path(data_dir) / 'wikitext-2' / f'{split}.txt')) for split in ('train', 'valid', 'test')}
+        splits = {split: wikitext_words(read_text(find(name, data_dir).with_stem(split))) for split in ('train', 'valid', 'test')}
         size = None
     else:
-        files = sorted((Path(data_dir) / 'tinystories').glob('TinyStories-train*.txt'))
-        stories = story_words(read_text(files[0] if files else Path(data_dir) / 'tinystories' / 'TinyStories-train.txt'))
+        stories = story_words(read_text(find(name, data_dir)))
         held = max(1, len(stories) // 20)
         parts = {'train': stories[:-2 * held], 'valid': stories[-2 * held:-held], 'test': stories[-held:]}
         splits, size = {split: [word for story in part for word in story] for split, part in parts.items()}, STORIES_VOCABULARY - 1
@@ -868,8 +857,15 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
                 summary=summary, size=len(train) // context)
 
 
-# ----------------------------------------------------------------------------------------------------------- download
+# ------------------------------------------------------------------------------------------- where data is, and comes from
 
+PLACES = {  # in data_dir; the first that is there is taken
+    'cifar10': ('cifar-10-batches-py', 'cifar-10-python.tar.gz', 'cifar-10-batches-bin', 'cifar-10-binary.tar.gz'),
+    'cifar100': ('cifar-100-python', 'cifar-100-python.tar.gz', 'cifar-100-binary', 'cifar-100-binary.tar.gz'),
+    'imagenet100': ('imagenet100/train',),
+    'wikitext2': ('wikitext-2/train.txt',),
+    'tinystories': ('tinystories/TinyStories-train*.txt',),
+}
 WEB = {'toronto': 'https://www.cs.toronto.edu/~kriz', 'stories': 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main',
        'wikitext': 'https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2'}
 DOWNLOADS = {  # name: [(address, file in data_dir, size in bytes, md5), ...]; None where no one publishes them
@@ -880,6 +876,17 @@ DOWNLOADS = {  # name: [(address, file in data_dir, size in bytes, md5), ...]; N
         ('test', 1256449, '781c9418ab9414bd09e4aad825aae752'))],
     'tinystories': [(f'{WEB["stories"]}/TinyStories-train.txt', 'tinystories/TinyStories-train.txt', None, None)],
 }
+
+
+def find(name, data_dir):
+    """The path of a data set, or a DataError that says how to get it."""
+    for place in PLACES[name]:
+        if found := sorted(Path(data_dir).glob(place)):
+            return found[0]
+    raise DataError(f'{name} is not in {data_dir}: ' + (
+        f'python tasks.py download {name} --data-dir {data_dir}' if name in DOWNLOADS else
+        'ImageNet has to be fetched from image-net.org by hand; its class folders go to imagenet100/train/<WordNet id>/*.JPEG and '
+        'imagenet100/val/<WordNet id>/*.JPEG, those named in imagenet100_classes.txt if that is there'))
 
 
 def download(address, path, size, md5):

@@ -7,10 +7,12 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -25,6 +27,8 @@ import train
 from maskprior import attend, attention_weights, mask_bias, prior_matrix, target_attention
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / 'results'))
+import report
 
 
 def qkv(B=2, H=3, N=5, d=4, dtype=torch.float64, seed=0):
@@ -131,7 +135,7 @@ def test_a_row_with_no_open_key_is_refused():
         maskprior.init_mask(tiny()[1], torch.full((16, 16), -math.inf))
 
 
-@pytest.mark.parametrize('arm', maskprior.ARMS[:-1])                             # impulse is about images
+@pytest.mark.parametrize('arm', list(maskprior.ARMS)[:-1])                             # impulse is about images
 @pytest.mark.parametrize('sdpa', [False, True])
 def test_a_causal_model_does_not_see_what_comes_next(arm, sdpa, N=6):
     torch.manual_seed(0)
@@ -193,7 +197,7 @@ def test_svd_error_is_the_discarded_singular_values(d, N=6, H=2):
         assert torch.allclose((head - wanted).norm(), discarded, atol=1e-3)
 
 
-@pytest.mark.parametrize('arm', maskprior.ARMS[:4])
+@pytest.mark.parametrize('arm', list(maskprior.ARMS)[:4])
 def test_arms_of_a_seed_share_all_other_weights_and_all_batches(arm):
     task, default, _ = tiny()
     drawn = torch.rand(3)                                                          # what dropout, say, would draw next
@@ -1150,7 +1154,7 @@ def test_one_step_through_the_mask_by_hand():
 
 
 def test_short_run_holds_and_writes_strict_json(tmp_path, capsys):
-    assert theory.main(['--draws', '2000', '--seed', '3'], out=tmp_path, **SHORT_THEORY) == 0
+    assert theory.main(['--draws', '2000', '--seed', '3', '--out', str(tmp_path)], **SHORT_THEORY) == 0
     reject = lambda name: pytest.fail(f'{name} is not JSON')
     record = json.loads((tmp_path / 'theory.json').read_text(), parse_constant=reject)
     assert record['failed'] == [] and record['draws'] == 2000 and record['seed'] == 3 and record['device'] == 'cpu'
@@ -1173,7 +1177,7 @@ def test_wrong_statements_are_caught_and_only_they(tmp_path):
         D = theory.closed_form(r)
         return D | {('loss', 'm'): D['loss', 'k'].norm(dim=-1)[:, None] / theory.norm(r.q)[..., None] * r.d ** 0.5}
 
-    code = theory.main(['--draws', '2000'], out=tmp_path, bounds=bounds, statements=statements, formulas=formulas,
+    code = theory.main(['--draws', '2000', '--out', str(tmp_path)], bounds=bounds, statements=statements, formulas=formulas,
                        osc_bound=lambda y: torch.tanh(y / 4.5), **SHORT_THEORY)
     failed = json.loads((tmp_path / 'theory.json').read_text())['failed']
     assert code == 1
@@ -1183,22 +1187,22 @@ def test_wrong_statements_are_caught_and_only_they(tmp_path):
 def test_loose_bound_is_not_called_tight(tmp_path):
     name, f, place, formula = theory.BOUNDS[0]
     loose = [(name, f, place, lambda r: 1.1 * formula(r))]
-    assert theory.main(['--draws', '80'], out=tmp_path, bounds=loose, statements=[], **SHORT_THEORY) == 1
+    assert theory.main(['--draws', '80', '--out', str(tmp_path)], bounds=loose, statements=[], **SHORT_THEORY) == 1
 
 
 @pytest.mark.parametrize('argv, word', [(['--draws', '0'], 'draws'), (['--draws', '-5'], 'draws'), (['--seed', '-1'], 'seed'),
                                         (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'), (['--device', 'mps'], 'mps')])
 def test_bad_arguments_exit_2_with_one_line(argv, word, tmp_path, capsys):
-    assert theory.main(argv, out=tmp_path) == 2
+    assert theory.main([*argv, '--out', str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert word in err and err.count("\n") == 1 and not out and not list(tmp_path.iterdir())
 
 
 def test_absent_cuda_and_a_device_without_float64_exit_2(monkeypatch, tmp_path, capsys):
     if not torch.cuda.is_available():
-        assert theory.main(['--device', 'cuda'], out=tmp_path) == 2
+        assert theory.main(['--device', 'cuda', '--out', str(tmp_path)]) == 2
     monkeypatch.setattr(torch, 'ones', lambda *a, **k: (_ for _ in ()).throw(TypeError('MPS has no float64')))  # what mps raises
-    assert theory.main([], out=tmp_path) == 2
+    assert theory.main(['--out', str(tmp_path)]) == 2
     assert 'without float64' in capsys.readouterr().err
 
 
@@ -1215,7 +1219,7 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     import theory_training
     monkeypatch.setattr(theory_training, 'OPTIMISERS', {'Adam': (1e-2, 3)})
     monkeypatch.setattr(theory_training, 'ARMS', {'mask': '-'})
-    theory_training.main([], out=tmp_path)
+    theory_training.main(['--out', str(tmp_path)])
     log = json.loads((tmp_path / 'training.json').read_text())['runs']['Adam mask']
     for part in ('M', 'QK', 'rest', 'all'):
         (first, before), *_, (last, after) = log[f'moved by {part}']
@@ -1244,8 +1248,9 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'add3', '--frac', '0'], '--frac'), (['--task', 'mul3', '--frac', '1'], '--frac'), (['--task', 'add5', '--frac', '1e-11'], '--frac'),
     (['--task', 'mul3', '--heads', '2'], '--heads'), (['--task', 'add3', '--without', 'products'], '--without'),
     (['--task', 'add3', '--order', 'left'], '--order')])
-def test_bad_arguments_are_one_line_and_exit_2(tmp_path, options, says):
-    code, _, err = cli(*options, '--out', tmp_path)
+def test_bad_arguments_are_one_line_and_exit_2(tmp_path, capsys, options, says):
+    code = train.command(lambda: train.main([*options, '--out', str(tmp_path)]), 'train.py')     # as the last line of train.py
+    err = capsys.readouterr().err.splitlines()
     assert code == 2 and len(err) == 1 and says in err[0]
     assert not list(tmp_path.rglob('result.json')) and not list(tmp_path.rglob('checkpoint.pt'))
 
@@ -1313,6 +1318,39 @@ def test_resume_equals_an_undisturbed_run(tmp_path, monkeypatch):
     assert [r['loss'] for r in whole['log']] == [r['loss'] for r in cut['log']]
 
 
+def test_compiled_and_eager_runs_go_on_from_each_others_checkpoints(tmp_path, monkeypatch):
+    train.main([*SMALL, '--out', str(tmp_path), '--name', 'eager'])
+    whole = torch.load(tmp_path / 'eager' / 'checkpoint.pt', weights_only=True)
+    real = train.learning_rate
+    for first, then in (([], ['--compile']), (['--compile'], [])):
+        options = [*SMALL, '--out', str(tmp_path), '--name', f'then{"".join(then)}']
+        monkeypatch.setattr(train, 'learning_rate', lambda step, s: real(step, s) if step < 13 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train.main([*options, *first])
+        monkeypatch.undo()
+        train.main([*options, *then, '--resume'])
+        mixed = torch.load(Path(*options[-3::2]) / 'checkpoint.pt', weights_only=True)
+        assert mixed['step'] == 20 and mixed['model'].keys() == whole['model'].keys()
+        assert all((w - mixed['model'][name]).abs().max() < 1e-4 for name, w in whole['model'].items())
+
+
+def test_kills_at_any_moment_change_nothing(tmp_path):
+    write_wikitext(tmp_path, train='the cat sat on the mat\n' * 30)
+    options = [*LM, '--steps', '300', '--eval-every', '1', '--data-dir', str(tmp_path), '--out', str(tmp_path)]     # it writes all the time
+    for wait in (0., 0.2, 0.4):
+        run = subprocess.Popen([sys.executable, HERE / 'train.py', *options, '--name', 'killed', '--resume'], stdout=subprocess.PIPE)
+        run.stdout.readline()                                                      # it is at work
+        time.sleep(wait)
+        run.kill()
+        run.communicate()
+    assert not (tmp_path / 'killed' / 'result.json').exists() and (tmp_path / 'killed' / 'checkpoint.pt').exists()
+    for name in ('killed', 'whole'):
+        train.main([*options, '--name', name, '--resume'])
+    killed, whole = (torch.load(tmp_path / n / 'checkpoint.pt', weights_only=True) for n in ('killed', 'whole'))
+    assert all(torch.equal(w, killed['model'][name]) for name, w in whole['model'].items())
+    assert [r['perplexity'] for r in whole['log']] == [r['perplexity'] for r in killed['log']] and len(whole['log']) == 301
+
+
 def test_a_checkpoint_cut_in_half_is_one_line(tmp_path):
     train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
     (tmp_path / 'x' / 'result.json').unlink()
@@ -1360,6 +1398,10 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     assert done.returncode != 0 and 'failed: train.py --task parity2' in done.stderr
     done = subprocess.run(['bash', 'run_all.sh', 'booleans'], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and 'booleans' in done.stderr
+    (tmp_path / 'results' / 'unfinished.py').write_text('raise SystemExit(3)')     # no data for any run
+    (tmp_path / 'results' / 'report.py').write_text('print("table")')
+    done = subprocess.run(['bash', 'run_all.sh', 'vision', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and 'not wholly: vision boolean' in done.stderr and 'table' in done.stdout
 
 
 def asked_of_train(folder, *arguments, **environment):
@@ -1386,12 +1428,14 @@ def test_a_finished_run_is_not_asked_for_again(tmp_path):
     lines = [' '.join([*options, '--seed', seed]) for seed in ('0', '1')]
     ask = lambda text: subprocess.run([sys.executable, HERE / 'results' / 'unfinished.py'], input=text, capture_output=True, text=True)
     assert ask('\n'.join(lines) + '\n').stdout.splitlines() == lines[1:]
+    done = ask(f'--task wikitext2 --data-dir {tmp_path}\n{lines[1]}\n')
+    assert done.returncode == 3 and done.stdout.splitlines() == lines[1:] and 'download wikitext2' in done.stderr
     done = ask(lines[0] + ' --lr 1\n')                                             # finished, with another setting
     assert done.returncode == 2 and '--lr' in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(tmp_path, no_fakes):
-    asked = [a for a in asked_of_train(tmp_path, 'vision', DEVICE='cuda') if '--device' in a]
+    asked = [a for a in asked_of_train(tmp_path, 'vision', DEVICE='cuda') if '--compile' in a]
     assert len(asked) == 12
     for name in ('cifar10', 'cifar100'):
         make_cifar(tmp_path / {'cifar10': 'cifar-10-batches-py', 'cifar100': 'cifar-100-python'}[name], name=name, n=8)
@@ -1403,16 +1447,58 @@ def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(tmp_path
     for i, options in enumerate(asked):
         if 'imagenet100' in options and not pillow:
             continue
-        train.main([*options, '--device', 'cpu', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1', '--data-dir', str(tmp_path),
+        train.main([*options, '--device', 'cpu', '--compile', 'false', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1', '--data-dir', str(tmp_path),
                     '--out', str(tmp_path), '--cache', str(tmp_path / 'cache'), '--name', str(i)])
         result = json.loads((tmp_path / str(i) / 'result.json').read_text())
         assert 5e6 < result['parameters'] < 7e6 and math.isfinite(result['loss'])   # ViT-Tiny
 
 
-def test_the_readmes_tables_are_what_report_prints():
-    printed = subprocess.run([sys.executable, HERE / 'results' / 'report.py'], capture_output=True, text=True, check=True).stdout
-    readme = (HERE / 'README.md').read_text()
-    assert printed.strip() and readme.split('<!-- report -->')[1].split('<!-- /report -->')[0].strip() == printed.strip()
+def test_the_tables_are_what_report_makes_of_the_runs():
+    tables, shown = report.sections(HERE / 'results'), []
+    for path in (HERE / 'README.md', HERE / 'results' / 'README.md'):
+        shown += re.findall(r'<!-- report: (\w+) -->', path.read_text())
+        assert path.read_text() == report.filled(path.read_text(), tables)
+    assert sorted(shown) == sorted(tables)
+
+
+def test_a_table_by_hand(tmp_path):
+    for seed, (accuracy, fitted) in enumerate([(0.5, True), (0.7, False)]):
+        folder = tmp_path / 'boolean' / f'maj3-mask-s{seed}'
+        folder.mkdir(parents=True)
+        result = dict(seed=seed, steps=7, accuracy=accuracy, fitted=fitted, prior_tv_init=0.125, prior_tv_final=0.25)
+        (folder / 'result.json').write_text(json.dumps(result))
+        (folder / 'log.jsonl').write_text('')
+        (folder / 'config.json').write_text('{"settings": {}}')
+    lines = '\n'.join(report.headline(tmp_path)).splitlines()
+    assert lines[2] == '| maj3, accuracy % |  |  |  |  |  |  | 60.00 ± 14.14 (1/2 not fitted) | 2 | 87, 100 |'
+    assert lines[-1] == '| maj3 |  |  |  |  |  |  | 0.12 → 0.25 |'
+    assert report.filled('a\n<!-- report: x -->\nold\nold\n<!-- /report -->\nb', {'x': 'new'}) == 'a\n<!-- report: x -->\nnew\n<!-- /report -->\nb'
+
+
+def test_the_readmes_example_of_an_own_model():
+    """It runs as it stands; M learns; the layer does the same in evaluation, and what the explicit attention does."""
+    code = (HERE / 'README.md').read_text().split('```python\n')[1].split('```')[0]
+    space, fast = {}, torch.backends.mha.get_fastpath_enabled()
+    try:
+        exec(code, space)
+        assert not torch.backends.mha.get_fastpath_enabled()
+        x, M, layer = space['x'], space['M'], space['layer'].eval()
+        y = layer(x, src_mask=mask_bias(M))
+        y.square().sum().backward()
+        assert M.grad[0].abs().min() > 0
+        with torch.no_grad():
+            assert (layer(x, src_mask=mask_bias(M)) - y).abs().max() < 1e-5
+        weights = space['weights']
+        assert weights[:, 0, 1:3].sum(-1).min() > 0.4 and weights[:, 0, 3:].max() < 0.01 and weights[:, 5, 5].min() > 0.95
+        q, k, v = (space[n] for n in 'qkv')
+        assert (space['y'] - attend(q, k, v, mask_bias(M, space['causal']))).abs().max() < 1e-5
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def test_the_list_names_every_task_and_arm():
+    code, out, _ = cli('--list')
+    assert code == 0 and all(f'  {name} ' in out for name in (*train.TASKS, *maskprior.ARMS)) and 'download cifar10' in out
 
 
 def test_the_readmes_first_run_extrapolates(tmp_path):

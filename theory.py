@@ -425,11 +425,12 @@ def table(parts, bar='|'):
     return "\n".join('| ' + ' | '.join(cell.ljust(w) for cell, w in zip(line, width)) + ' |' for line in lines)
 
 
-def main(argv=None, out=Path(__file__).parent / 'results' / 'theory', **checks):
+def main(argv=None, **checks):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--device', default='cpu', help='any torch device with float64 (default %(default)s)')
     parser.add_argument('--draws', type=int, default=100000, help='at least so many random rows (default %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='of the random rows (default %(default)s)')
+    parser.add_argument('--out', type=Path, default=Path(__file__).parent / 'results' / 'theory', help='folder for the table')
     args = parser.parse_args(argv)
     if args.draws < 1 or not 0 <= args.seed < 2 ** 63:
         print('theory.py: --draws must be at least 1, --seed from 0 to 2^63 - 1', file=sys.stderr)
@@ -446,16 +447,16 @@ def main(argv=None, out=Path(__file__).parent / 'results' / 'theory', **checks):
     torch.set_num_threads(threads)
     failed = [n for _, _, rows in parts for n, _, ok in rows if not ok]
     finite = lambda y: y if math.isfinite(y) else str(y)
-    record = {**vars(args), 'torch': torch.__version__, 'seconds': round(time.time() - start, 1), 'failed': failed, 'parts': [
+    record = {'device': args.device, 'draws': args.draws, 'seed': args.seed, 'torch': torch.__version__, 'seconds': round(time.time() - start, 1), 'failed': failed, 'parts': [
         dict(title=title, columns=columns, rows=[dict(statement=n, values=[*map(finite, y)], ok=ok) for n, y, ok in rows])
         for title, columns, rows in parts]}
     last = (f"{len(failed)} failed. {record['seconds']} s on {args.device}, torch {torch.__version__}, "
             f'--draws {args.draws} --seed {args.seed}')
     print(table(parts), last, sep='\n')
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
-        (out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
+        (args.out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
     except OSError as e:
         print(f'theory.py: not recorded: {e}', file=sys.stderr)
         return 1

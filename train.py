@@ -2,6 +2,7 @@
 
 Writes runs/TASK-INIT-sSEED/: config.json (every setting, versions, device, commit), log.jsonl (one object for each
 evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run failed; 2: bad arguments.
+--list names the tasks and the arms, and what each needs and sets.
 """
 import argparse
 import dataclasses
@@ -12,18 +13,16 @@ import shlex
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-warnings.filterwarnings('ignore', 'Failed to initialize NumPy')  # numpy is not required; torch mentions its absence
+import tasks                                                                       # before torch, whose warning it silences
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import maskprior
-import tasks
 from tasks import UsageError
 
 
@@ -49,13 +48,14 @@ def setting(default, help, type=None, choices=None, tasks=None):
 
 
 DATA = (*tasks.VISION, *tasks.LANGUAGE)
+TASKS = (*tasks.BOOLEAN, *tasks.ARITHMETIC, *DATA)
 
 
 @dataclass
 class Settings:
     """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
-    task: str = setting('parity2', 'what to learn', choices=(*tasks.BOOLEAN, *tasks.ARITHMETIC, *tasks.VISION, *tasks.LANGUAGE))
-    init: str = setting('mask', 'the arm: where the prior is written', choices=maskprior.ARMS)
+    task: str = setting('parity2', 'what to learn', choices=TASKS)
+    init: str = setting('mask', 'the arm: where the prior is written', choices=tuple(maskprior.ARMS))
     seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
     # the task and its prior
     hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits; default: README, tasks', str,
@@ -98,6 +98,7 @@ class Settings:
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     bf16: bool = setting(False, 'autocast the model to bfloat16; weights and optimiser stay fp32')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
+    compile: bool = setting(False, 'torch.compile the model; checkpoints are the same')
     # the optimisation
     steps: int = setting(1000, 'optimiser steps; ours')
     epochs: int = setting(None, 'instead of --steps; --warmup and --eval-every then count epochs too', int, tasks=tasks.VISION)
@@ -143,13 +144,13 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(Settings):
-        own = [f'{task} {recipe[f.name]}' for task, recipe in RECIPES.items() if f.name in recipe]
-        default = f' [{", ".join([str(f.default), *own])}]' if f.default is not None else ''
+        own = '; --list: some tasks set it otherwise' if any(f.name in recipe for recipe in RECIPES.values()) else ''
+        default = f' [{f.default}{own}]' if f.default is not None else ''
         kwargs = dict(help=f.metadata['help'].replace('%', '%%') + default, choices=f.metadata['choices'],
                       default=argparse.SUPPRESS, type=f.metadata['type'])
         if f.metadata['type'] is bool:
             kwargs.update(type=true_or_false, nargs='?', const=True, metavar='true|false')
-        parser.add_argument('--' + f.name.replace('_', '-'), **kwargs)
+        parser.add_argument(option(f.name), **kwargs)
     def refuse(message):
         raise UsageError(message)
     parser.error = refuse                                                          # one line, without the usage
@@ -174,10 +175,10 @@ def parse(argv):
             (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
         for name in names:
             if getattr(settings, name) is not None and not fine(getattr(settings, name)):
-                raise UsageError(f'--{name.replace("_", "-")} {getattr(settings, name)} must be {must}')
+                raise UsageError(f'{option(name)} {getattr(settings, name)} must be {must}')
     for f in dataclasses.fields(Settings):
         if f.name in given and settings.task not in (f.metadata['tasks'] or [settings.task]):
-            raise UsageError(f'--{f.name.replace("_", "-")} says nothing about {settings.task}: it is for '
+            raise UsageError(f'{option(f.name)} says nothing about {settings.task}: it is for '
                              f'{", ".join(f.metadata["tasks"])}')
     if settings.freeze_mask and settings.init != 'mask':
         raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
@@ -198,6 +199,21 @@ def parse(argv):
     except Exception as error:                                                     # each kind of device has its own
         raise UsageError(f'--device {settings.device}: {str(error).splitlines()[0]}') from None
     return settings
+
+
+def option(name):
+    return '--' + name.replace('_', '-')
+
+
+def listing():
+    """The tasks and the arms, one a line, with what each needs and sets."""
+    yield 'tasks: --task NAME'
+    for task in TASKS:
+        data = ('no data' if task not in tasks.PLACES else f'{" or ".join(tasks.PLACES[task])} in --data-dir'
+                + (f' (python tasks.py download {task})' if task in tasks.DOWNLOADS else ' (from image-net.org, by hand)'))
+        yield f'  {task:12} needs {data}; sets ' + ' '.join(f'{option(k)} {v}' for k, v in RECIPES.get(task, {}).items())
+    yield 'arms: --init NAME, where the prior is written'
+    yield from (f'  {arm:12} {where}' for arm, where in maskprior.ARMS.items())
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -348,9 +364,11 @@ def train(settings, folder, task, model, target):
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
 
     start = time.perf_counter() - seconds
-    if step == 0:
+    if not log:
         record()
     model.train()
+    if settings.compile:
+        model.compile()
     parallel = DistributedDataParallel(model) if world > 1 else model
     while step < settings.steps:
         for group in optimiser.param_groups:
@@ -393,8 +411,8 @@ def is_finished(settings, resume):
         return False
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
     for name, value in describing(settings).items():
-        if before.get(name, getattr(Settings, name)) != value:
-            raise UsageError(f'{folder} holds a run with another --{name.replace("_", "-")} ({before.get(name)}, not '
+        if name not in ('device', 'compile') and before.get(name, getattr(Settings, name)) != value:
+            raise UsageError(f'{folder} holds a run with another {option(name)} ({before.get(name)}, not '
                              f'{value}): choose a --name, or --overwrite it')
     if (folder / 'result.json').exists():
         read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
@@ -406,6 +424,8 @@ def is_finished(settings, resume):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    if '--list' in argv:
+        return print('\n'.join(listing()))
     settings = parse(argv)
     folder, described = folder_of(settings), describing(settings)
     if not settings.overwrite and is_finished(settings, settings.resume):

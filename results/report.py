@@ -1,16 +1,21 @@
-"""Prints the README's tables from the recorded runs:  python results/report.py [results/] [--figures]
+"""Prints the tables from the recorded runs:  python results/report.py [results/] [--write] [--figures]
 
-A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds. --figures also
-draws the figures into the same folders (needs matplotlib).
+A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds. --write puts the tables
+where README.md and results/README.md say `<!-- report: SECTION -->`; --figures draws the figures (needs matplotlib).
 """
+import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 from tasks import BOOLEAN, PAPER
+
+ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
 
 
 def read(folder):
@@ -23,38 +28,98 @@ def read(folder):
     return rows
 
 
-def spread(values, digits=2, scale=1):
-    values = [scale * v for v in values]
-    return f'{mean(values):.{digits}f}' + (f' ± {stdev(values):.{digits}f}' if len(values) > 1 else '')
+def values(runs, key, scale=1):
+    found = [result[key] for _, result, _ in runs if key in result]
+    return found if scale == 1 else [scale * value for value in found]
+
+
+def spread(numbers, digits=2):
+    """mean ± standard deviation; nothing for no numbers"""
+    return '' if not numbers else f'{mean(numbers):.{digits}f}' + (f' ± {stdev(numbers):.{digits}f}' if len(numbers) > 1 else '')
+
+
+def each(numbers):
+    return ' '.join(f'{n:.2f}' for n in numbers)
+
+
+def prior_tv(runs, digits=3):
+    return f'{mean(values(runs, "prior_tv_init")):.{digits}f} → {mean(values(runs, "prior_tv_final")):.{digits}f}'
+
+
+def fitted(runs):
+    return f'{sum(values(runs, "fitted"))}/{len(runs)}'
+
+
+def steps(runs, of='steps'):
+    return f'{runs[0][1].get(of) or runs[0][0][of]} × {len(runs)}'
 
 
 def table(header, lines):
-    yield '| ' + ' | '.join(header) + ' |'
-    yield '|' + '---|' * len(header)
-    yield from ('| ' + ' | '.join(line) + ' |' for line in lines)
-    yield ''
+    lines = list(lines)
+    if lines:
+        yield '| ' + ' | '.join(header) + ' |'
+        yield '|' + '---|' * len(header)
+        yield from ('| ' + ' | '.join(line) + ' |' for line in lines)
+        yield ''
 
 
-def outcome(runs):
-    """accuracy, unseen accuracy, loss, prediction on the hole, fitted, prior_tv, steps, n"""
-    of = lambda key: [result[key] for _, result, _ in runs]
-    return [spread(of('accuracy'), scale=100), spread(of('accuracy_unseen'), scale=100), spread(of('loss'), 4),
-            spread(of('prediction_unseen')), f'{sum(of("fitted"))}/{len(runs)}',
-            f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][1]["steps"]} × {len(runs)}']
+def by_arm(rows):
+    """(task, arm, runs) of rows labelled TASK-ARM, in the order of ARMS."""
+    split = [(*label.split('-', 1), runs) for label, runs in rows.items()]
+    return sorted(split, key=lambda row: ((list(BOOLEAN) + [row[0]]).index(row[0]), row[0], (ARMS + [row[1]]).index(row[1]), row[1]))
 
+
+# ------------------------------------------------------------------------------------------------------------ the headline
+
+HEADLINE = [  # (what, folder, the runs' label, metric, scale, task and metric in the paper)
+    *((f'{task}, accuracy %', 'boolean', task, 'accuracy', 100, task) for task in ('parity2', 'maj3', 'cyclic3')),
+    *((f'add3 from {100 * frac:g} % of the pairs, whole answers %', 'arithmetic', f'add3-{frac}', 'sequence_accuracy', 100,
+       'add3' if frac == 0.004 else None) for frac in (0.0005, 0.001, 0.004)),
+    ('mul3 from 3 % of the pairs, whole answers %', 'arithmetic', 'mul3-0.03', 'sequence_accuracy', 100, 'mul3'),
+    ('CIFAR-10 subset, top-1 %', 'vision', 'cifar10', 'accuracy', 100, None),
+    ('ImageNet-100 subset, top-1 %', 'vision', 'imagenet100', 'accuracy', 100, None),
+    ('WikiText-2, test perplexity', 'language', 'wikitext2', 'perplexity_test', 1, None),
+    ('TinyStories sample, test perplexity', 'language', 'tinystories', 'perplexity_test', 1, None)]
+COLUMNS = ['default', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask']
+
+
+def headline(results):
+    folders = {folder: read(results / folder) for _, folder, *_ in HEADLINE}
+    rows = [(row, {arm: folders[row[1]][f'{row[2]}-{arm}'] for arm in COLUMNS if f'{row[2]}-{arm}' in folders[row[1]]}) for row in HEADLINE]
+    def lines():
+        for (what, _, _, key, scale, task), arms in rows:
+            if arms:
+                seeds = sorted({len(runs) for runs in arms.values()})
+                paper = [PAPER.get((task, arm), {}).get(key) for arm in ('default', 'mask')]
+                cells = []
+                for arm in COLUMNS:
+                    runs = arms.get(arm, ())
+                    unfitted = sum(fit is False for fit in values(runs, 'fitted'))
+                    cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
+                yield [what, *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
+                       ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
+    yield from table(['', *COLUMNS, 'seeds', 'paper: default, mask'], lines())
+    yield 'prior_tv, how far the attention is from the prior (0: the prior holds, 1: nothing is left of it), before → after training:\n'
+    yield from table(['', *COLUMNS], ([row[0].split(',')[0], *(prior_tv(arms[arm], 2) if arm in arms else '' for arm in COLUMNS)]
+                                      for row, arms in rows if arms))
+
+
+# ----------------------------------------------------------------------------------------------------------------- boolean
 
 OUTCOME = ['accuracy %', 'unseen %', 'loss', 'on the hole', 'fitted', 'prior_tv', 'steps × seeds']
 
 
 def boolean(results):
     rows = read(results / 'boolean')
+    def outcome(runs):
+        return [spread(values(runs, 'accuracy', 100)), spread(values(runs, 'accuracy_unseen', 100)), spread(values(runs, 'loss'), 4),
+                spread(values(runs, 'prediction_unseen')), fitted(runs), prior_tv(runs), steps(runs)]
     versions = sorted({(r['torch'], r['device']) for runs in rows.values() for _, r, _ in runs})
     yield f'**Every arm, every task** (`bash run_all.sh boolean`; torch and device: {", ".join(map(" ".join, versions))})\n'
     def lines():
-        for label, runs in sorted(rows.items(), key=order):
-            task, init = label.split('-', 1)
-            known, p = runs[0][1], PAPER.get((task, init))
-            yield [task, init, *outcome(runs), f'{known["mdi_accuracy"]:.1%}, {known["mdi_loss"]:g}',
+        for task, arm, runs in by_arm(rows):
+            known, p = runs[0][1], PAPER.get((task, arm))
+            yield [task, arm, *outcome(runs), f'{known["mdi_accuracy"]:.1%}, {known["mdi_loss"]:g}',
                    ', loss '.join(f'{n:g}' for n in [100 * p['accuracy'], *([p['loss']] if 'loss' in p else [])]) if p else '']
     yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'], lines())
 
@@ -64,13 +129,9 @@ def boolean(results):
         points = list(zip(*(log for _, _, log in runs)))                           # [evaluations][seeds]
         return ' → '.join(f'step {rows[0]["step"]}: {mean(r["prior_tv"] for r in rows):.2f}, '
                           f'{mean(r["accuracy_unseen"] for r in rows):.0%}' for rows in points[:3] + points[-1:])
-    def lines():
-        for label, runs in sorted(rows.items(), key=order):
-            change = [spread([r[f'change_{w}'] for _, r, _ in runs], 3) if f'change_{w}' in runs[0][1] else ''
-                      for w in ('M', 'W_Q', 'W_K')]
-            yield [*label.split('-', 1), *change, curve(runs)]
-    yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'], lines())
-
+    yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'],
+                     ([task, arm, *(spread(values(runs, f'change_{w}'), 3) for w in ('M', 'W_Q', 'W_K')), curve(runs)]
+                      for task, arm, runs in by_arm(rows)))
     for name, title in (('fresh', 'The mask on five seeds that no setting was chosen by'),
                         ('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'),
                         ('ablation', 'Ablations on parity2; whatever the name does not say is as above')):
@@ -78,13 +139,7 @@ def boolean(results):
         yield from table(['run', *OUTCOME], ([label, *outcome(runs)] for label, runs in read(results / 'boolean' / name).items()))
 
 
-def order(item):
-    task, init = item[0].split('-', 1)
-    return list(BOOLEAN).index(task), ['default', 'default-10x', 'qk-svd', 'qk-opt', 'mask'].index(init)
-
-
-ARMS = ['default', 'qk-svd', 'qk-opt', 'mask']
-
+# -------------------------------------------------------------------------------------------------------------- arithmetic
 
 def curves(folder):
     """{task: {arm: {frac: runs}}} of the data-efficiency runs, named TASK-FRAC-ARM."""
@@ -100,7 +155,7 @@ def needed(runs, level):
 
     Means over the seeds; between two measured shares the accuracy is taken as linear in the log of the share.
     """
-    points = [(f, mean(r['sequence_accuracy'] for _, r, _ in of)) for f, of in sorted(runs.items())]
+    points = [(f, mean(values(of, 'sequence_accuracy'))) for f, of in sorted(runs.items())]
     for (f0, low), (f1, high) in zip(points, points[1:]):
         if low <= level <= high:
             return '', f0 * (f1 / f0) ** ((level - low) / (high - low))
@@ -109,11 +164,9 @@ def needed(runs, level):
 
 def arithmetic(results):
     def outcome(runs):
-        of = lambda key: [result[key] for _, result, _ in runs]
-        return [spread(of('sequence_accuracy'), scale=100), ' '.join(f'{100 * v:.2f}' for v in of('sequence_accuracy')),
-                spread(of('digit_accuracy'), scale=100), f'{100 * mean(of("sequence_accuracy_seen")):.1f}',
-                f'{sum(of("fitted"))}/{len(runs)}', f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}',
-                f'{runs[0][1]["steps"]} × {len(runs)}']
+        right = values(runs, 'sequence_accuracy', 100)
+        return [spread(right), each(right), spread(values(runs, 'digit_accuracy', 100)),
+                f'{mean(values(runs, "sequence_accuracy_seen", 100)):.1f}', fitted(runs), prior_tv(runs), steps(runs)]
     header = ['whole answer %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv', 'steps × seeds']
     yield '**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; test: 10,000 other pairs)\n'
     for folder in ('.', 'weight-decay-3'):
@@ -125,7 +178,7 @@ def arithmetic(results):
         def lines():
             for task, curve in found.items():
                 for frac in sorted({f for arm in curve.values() for f in arm}):
-                    for arm in [*ARMS, 'default-10x']:
+                    for arm in ARMS:
                         if frac in curve[arm]:
                             paper = PAPER.get((task, arm), {})
                             yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
@@ -134,7 +187,9 @@ def arithmetic(results):
         yield '**Share of pairs needed for so many whole answers**, interpolated, and how much less than the default\n'
         def lines():
             for task, curve in found.items():
-                for arm in filter(curve.get, ARMS if curve['default'] else ()):
+                for arm in ARMS:
+                    if not curve['default'] or len(curve[arm]) < 2:
+                        continue
                     row = [task, arm]
                     for level in (0.5, 0.9):
                         (sign, share), (unmeasured, default) = needed(curve[arm], level), needed(curve['default'], level)
@@ -147,26 +202,18 @@ def arithmetic(results):
         yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
 
 
-def pyplot():
-    import matplotlib
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-    return pyplot
-
-
-def arithmetic_figure(results):
-    plt = pyplot()
+def arithmetic_figure(plt, results):
     found = [(f'{task}{note}', curve) for folder, note in (('.', ''), ('weight-decay-3', ', weight decay 3'))
              for task, curve in curves(results / 'arithmetic' / folder).items()]
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
     for axis, (task, curve) in zip(axes[0], found):
-        for i, arm in enumerate(ARMS):
+        for i, arm in enumerate(['default', 'qk-svd', 'qk-opt', 'mask']):
             if not curve[arm]:
                 continue
-            points = [(100 * f, [100 * r['sequence_accuracy'] for _, r, _ in runs]) for f, runs in sorted(curve[arm].items())]
-            axis.plot([f for f, _ in points], [mean(values) for _, values in points], f'C{i}-', label=arm)
-            for f, values in points:
-                axis.plot([f] * len(values), values, f'C{i}.')
+            points = [(100 * f, values(runs, 'sequence_accuracy', 100)) for f, runs in sorted(curve[arm].items())]
+            axis.plot([f for f, _ in points], [mean(right) for _, right in points], f'C{i}-', label=arm)
+            for f, right in points:
+                axis.plot([f] * len(right), right, f'C{i}.')
         axis.set(xscale='log', xlabel='training pairs, % of all', ylabel='whole answer right, %', title=task)
         fracs = sorted({100 * f for runs in curve.values() for f in runs})
         axis.set_xticks(fracs, [f'{f:g}' for f in fracs])
@@ -176,66 +223,85 @@ def arithmetic_figure(results):
     figure.savefig(results / 'arithmetic' / 'curve.png', dpi=110)
 
 
+# ------------------------------------------------------------------------------------------------------ vision and language
+
 def vision(results):
     yield '**Vision** (`bash run_all.sh vision`): lossy subsets, see above; not comparable with the paper\'s numbers\n'
     def lines():
-        for label, runs in read(results / 'vision').items():
-            of = lambda key: [result[key] for _, result, _ in runs]
-            half = [log[len(log) // 2]['accuracy'] for _, _, log in runs]
-            yield [*label.split('-', 1), spread(of('accuracy'), scale=100), ' '.join(f'{100 * v:.2f}' for v in of('accuracy')),
-                   spread(half, scale=100), spread(of('loss'), 3), f'{100 * mean(of("accuracy_seen")):.1f}',
-                   f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][0]["epochs"]} × {len(runs)}']
+        for task, arm, runs in by_arm(read(results / 'vision')):
+            right, half = values(runs, 'accuracy', 100), [100 * log[len(log) // 2]['accuracy'] for _, _, log in runs]
+            yield [task, arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
+                   f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs')]
     yield from table(['task', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds'],
                      lines())
 
 
-def language(results):
-    yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
-    rows = read(results / 'language')
-    def lines():
-        for label, runs in rows.items():
-            task, arm = label.split('-', 1)
-            final = {r['seed']: r['perplexity'] for _, r, _ in rows.get(f'{task}-default', [])}
-            reached = [next((row['step'] for row in log if row['perplexity'] <= final.get(r['seed'], 0)), None) for _, r, log in runs]
-            of = lambda key: [r[key] for _, r, _ in runs if key in r]
-            yield [task, arm, spread(of('perplexity')), ' '.join(f'{v:.2f}' for v in of('perplexity')), spread(of('perplexity_test')),
-                   ' '.join(map(str, reached)) if all(reached) else '', spread(of('perplexity_2x')) if of('perplexity_2x') else '',
-                   spread(of('perplexity_4x')) if of('perplexity_4x') else '',
-                   f'{mean(of("prior_tv_init")):.3f} → {mean(of("prior_tv_final")):.3f}', f'{runs[0][1]["steps"]} × {len(runs)}']
-    yield from table(['task', 'arm', 'validation', 'each seed', 'test', "step at the default's final", 'context × 2', 'context × 4', 'prior_tv',
-                      'steps × seeds'], lines())
-
-
-SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
-def vision_figure(results):
-    plt = pyplot()
-    rows = read(results / 'vision')
+def vision_figure(plt, results):
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for axis, key, title in zip(axes, ('accuracy', 'prior_tv'), ('CIFAR-10 subset: top-1 on the test images', 'prior_tv')):
-        for label, runs in rows.items():
-            if label.startswith('cifar10-'):
+        for task, arm, runs in by_arm(read(results / 'vision')):
+            if task == 'cifar10':
                 points = list(zip(*(log for _, _, log in runs)))
                 epochs = [runs[0][0]['epochs'] * p[0]['step'] / runs[0][1]['steps'] for p in points]
-                axis.plot(epochs, [mean(r[key] for r in p) for p in points], label=label[8:])
+                axis.plot(epochs, [mean(r[key] for r in p) for p in points], label=arm)
         axis.set(xlabel='epoch', title=title)
         axis.legend()
     figure.tight_layout()
     figure.savefig(results / 'vision' / 'curves.png', dpi=110)
 
 
+def language(results):
+    yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
+    rows = read(results / 'language')
+    def lines():
+        for task, arm, runs in by_arm(rows):
+            final = {r['seed']: r['perplexity'] for _, r, _ in rows.get(f'{task}-default', [])}
+            reached = [next((row['step'] for row in log if row['perplexity'] <= final.get(r['seed'], 0)), None) for _, r, log in runs]
+            valid = values(runs, 'perplexity')
+            yield [task, arm, spread(valid), each(valid), *(spread(values(runs, f'perplexity_{k}')) for k in ('test', '2x', '4x')),
+                   ' '.join(map(str, reached)) if all(reached) else '', prior_tv(runs), steps(runs)]
+    yield from table(['task', 'arm', 'validation', 'each seed', 'test', 'context × 2', 'context × 4', "step at the default's final",
+                      'prior_tv', 'steps × seeds'], lines())
+
+
+# -------------------------------------------------------------------------------------------------------------------- main
+
+SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
 FIGURES = {'arithmetic': arithmetic_figure, 'vision': vision_figure}
 
 
-def main(results, figures):
-    print('\n\n'.join('\n'.join(section(results)).strip() for name, section in SECTIONS.items() if (results / name).exists()))
-    for name, figure in FIGURES.items():
-        if figures and (results / name).exists():
-            try:
-                figure(results)
-            except ImportError:
-                sys.exit('report.py: the figures need matplotlib: pip install matplotlib')
+def sections(results):
+    """{section: its tables, Markdown} of what is recorded."""
+    found = {name: section for name, section in SECTIONS.items() if (results / name).exists()}
+    return {name: '\n'.join(section(results)).strip() for name, section in ({'headline': headline} | found).items()}
+
+
+def filled(text, tables):
+    """The text with the tables in place of what stands between `<!-- report: SECTION -->` and `<!-- /report -->`."""
+    return re.sub(r'(<!-- report: (\w+) -->\n).*?(\n<!-- /report -->)', lambda m: m[1] + tables[m[2]] + m[3], text, flags=re.DOTALL)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('results', nargs='?', type=Path, default=HERE)
+    parser.add_argument('--write', action='store_true')
+    parser.add_argument('--figures', action='store_true')
+    args = parser.parse_args(argv)
+    tables = sections(args.results)
+    print('\n\n'.join(tables.values()))
+    for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
+        path.write_text(filled(path.read_text(encoding='utf-8'), tables), encoding='utf-8')
+    if args.figures:
+        try:
+            import matplotlib
+        except ImportError:
+            sys.exit('report.py: the figures need matplotlib: pip install matplotlib')
+        matplotlib.use('Agg')
+        from matplotlib import pyplot
+        for name, figure in FIGURES.items():
+            if name in tables:
+                figure(pyplot, args.results)
 
 
 if __name__ == '__main__':
-    folders = [arg for arg in sys.argv[1:] if arg != '--figures']
-    main(Path(folders[0]) if folders else Path(__file__).parent, '--figures' in sys.argv)
+    main()

@@ -121,19 +121,20 @@ def figure(logs, path):
     fig.savefig(path, dpi=110)
 
 
-def main(argv=None, out=Path(__file__).resolve().parent / 'theory'):
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--out', type=Path, default=Path(__file__).resolve().parent / 'theory')
     args = parser.parse_args(argv)
     logs = {(o, arm): run(o, arm, args.seed, args.device) for o in OPTIMISERS for arm in ARMS}
     parts = [(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)]
     print(table(parts))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / 'training.md').write_text(table(parts, bar='\\|') + '\n')
-    (out / 'training.json').write_text(json.dumps({**vars(args), 'torch': torch.__version__,
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / 'training.md').write_text(table(parts, bar='\\|') + '\n')
+    (args.out / 'training.json').write_text(json.dumps({'device': args.device, 'seed': args.seed, 'torch': torch.__version__,
                                                    'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + '\n')
-    figure(logs, out / 'training.png')
+    figure(logs, args.out / 'training.png')
 
 
 if __name__ == '__main__':
