@@ -28,6 +28,7 @@ from maskprior import attend, attention_weights, mask_bias, prior_matrix, target
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / 'results'))
+import bench
 import report
 
 
@@ -1494,6 +1495,21 @@ def test_the_readmes_example_of_an_own_model():
         assert (space['y'] - attend(q, k, v, mask_bias(M, space['causal']))).abs().max() < 1e-5
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def test_bench_times_what_it_says(tmp_path):
+    slow, fast = bench.timed(0.1, 'cpu', lambda: time.sleep(0.02), lambda: None)
+    assert 0.02 <= slow[1] <= slow[0] <= slow[2] < 0.1 and fast[0] < 0.01
+    bench.made_up_data(tmp_path)
+    assert len(tasks.corpus('wikitext2', tmp_path)[1]) == 33_278                   # the real vocabulary's size
+    assert len(tasks.corpus('tinystories', tmp_path)[1]) == 4096 and len(tasks.cifar('cifar10', tmp_path)[0][1]) == 5000
+    rows = list(bench.bench_task('parity2', ['--width', '16', '--heads', '2'], {False: 1e3, True: 1e3}, 0))
+    flops = [1e6 * row['gflops_per_second'] * row['milliseconds'] for row in rows]
+    B, N, D, L = 64, 16, 16, 2
+    # Forward once and backward twice: k and v of all tokens, all else of all but, in the last block, of one token; d H = D.
+    token = 2 * D * D * (2 + 8) + 2 * 2 * D * N
+    assert flops[0] == flops[1] == pytest.approx(3 * B * ((N + 1) * token + L * N * 2 * D * D * 2 + 2 * D), rel=1e-6)
+    assert all(row['mask_over_default'] > 0 and row['torch_layers_over_ours'] > 0 and '%' in row['costs'] for row in rows)
 
 
 def test_the_list_names_every_task_and_arm():

@@ -2,7 +2,7 @@
 
 Writes runs/TASK-INIT-sSEED/: config.json (every setting, versions, device, commit), log.jsonl (one object for each
 evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run failed; 2: bad arguments.
---list names the tasks and the arms, and what each needs and sets.
+--list names the tasks and the arms, and what each needs and sets. --bench [TASK ...] times a step: results/bench.py.
 """
 import argparse
 import dataclasses
@@ -299,6 +299,22 @@ def commit():
 
 # ------------------------------------------------------------------------------------------------------------ training
 
+def autocast(settings):
+    return torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.bf16)
+
+
+def update(model, optimiser, task, settings, x, y):
+    """One optimiser step on a batch."""
+    with autocast(settings):
+        outputs = model(x, *(() if task.loss else (y,)))                           # a model's own loss takes the target
+    loss = task.loss(outputs.float(), y) if task.loss else outputs
+    optimiser.zero_grad()
+    loss.backward()
+    if settings.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+    optimiser.step()
+
+
 def processes():
     """(rank, number of processes) under torchrun, else (0, 1)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -323,8 +339,8 @@ def train(settings, folder, task, model, target):
         lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
         write(folder / 'log.jsonl', lambda p: p.write_text(lines))
 
-    def predict(x, target=None, model=model):
-        with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.bf16):
+    def predict(x, target=None):
+        with autocast(settings):
             return model(x, target).float()
 
     def restore(path):
@@ -373,13 +389,7 @@ def train(settings, folder, task, model, target):
     while step < settings.steps:
         for group in optimiser.param_groups:
             group['lr'] = learning_rate(step, settings)
-        x, y = task.batch(generator, settings.batch, step, part)
-        loss = predict(x, y, parallel) if task.loss is None else task.loss(predict(x, model=parallel), y)
-        optimiser.zero_grad()
-        loss.backward()
-        if settings.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimiser.step()
+        update(parallel, optimiser, task, settings, *task.batch(generator, settings.batch, step, part))
         step += 1
         if step % settings.eval_every == 0 or step == settings.steps:
             seconds = time.perf_counter() - start
@@ -426,6 +436,10 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if '--list' in argv:
         return print('\n'.join(listing()))
+    if argv[:1] == ['--bench']:
+        sys.path.insert(0, str(Path(__file__).parent / 'results'))
+        import bench
+        return bench.main(argv[1:])
     settings = parse(argv)
     folder, described = folder_of(settings), describing(settings)
     if not settings.overwrite and is_finished(settings, settings.resume):
