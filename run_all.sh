@@ -178,7 +178,10 @@ boolean() { boolean_runs | runs; }
 
 arithmetic() { arithmetic_runs | runs; }
 
-vision() { vision_runs | runs; }
+vision() {
+    vision_runs | runs &&
+    "$PYTHON" results/vision_priors.py $results/vision          # before and after training, from the checkpoints
+}
 
 language() { language_runs | runs; }
 

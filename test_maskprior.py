@@ -886,6 +886,29 @@ def test_a_vision_run_resumes_bit_for_bit(tmp_path, monkeypatch, no_fakes):
     assert whole['step'] == 10 and all(torch.equal(w, cut['model'][name]) for name, w in whole['model'].items())
 
 
+def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, monkeypatch, capsys):
+    import vision_priors
+    make_cifar(tmp_path / 'cifar-10-batches-py')
+    no_fakes()
+    monkeypatch.setattr(sys, 'argv', ['vision_priors.py', str(tmp_path)])
+    with pytest.raises(tasks.DataError, match='cifar10-mask-s0'):
+        vision_priors.main()
+    for arm in ('mask', 'impulse'):
+        train.main(['--task', 'cifar10', '--init', arm, '--data-dir', str(tmp_path), '--out', str(tmp_path), '--width', '48', '--layers', '2',
+                    '--epochs', '1', '--batch', '20', '--warmup', '0'])
+    monkeypatch.setenv('MASKPRIOR_DATA', str(tmp_path))
+    assert not vision_priors.main()
+    found = {what: torch.tensor(of) for what, of in json.loads((tmp_path / 'priors.json').read_text()).items()}
+    assert sorted(found) == [f'{what}, {when}' for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)') for when in ('after', 'before')]
+    for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)'):
+        assert found[f'{what}, before'].shape == (3, 8, 8)
+        if 'mask' in what:                                                         # impulse: roughly, on images of noise
+            assert [divmod(int(head.argmax()), 8) for head in found[f'{what}, before']] == [(4, 4), (3, 4), (4, 5)]
+    assert not torch.equal(found['impulse: attention, before'], found['impulse: attention, after'])
+    (tmp_path / 'cifar10-mask-s0' / 'checkpoint.pt').unlink()
+    assert not vision_priors.main() and 'already' in capsys.readouterr().out
+
+
 def test_two_processes_train_as_one(tmp_path, no_fakes):
     make_cifar(tmp_path / 'cifar-10-batches-py', n=40)
     no_fakes()

@@ -1,0 +1,69 @@
+"""What training made of the priors on images, as a figure:  python results/vision_priors.py [results/vision]
+
+From the checkpoints of cifar10-mask-s0 and cifar10-impulse-s0, for the patch in the middle of the grid and each head, means over
+the layers: sigmoid(M), and the attention on 256 training images, before and after. Writes priors.png and its numbers, priors.json.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import tasks
+import torch
+
+import maskprior
+import train
+
+
+def maps(folder):
+    """{what: [H, rows, cols]} of the run in `folder`, before and after training."""
+    settings = train.Settings(**json.loads((folder / 'config.json').read_text())['settings'], data_dir=os.environ.get('MASKPRIOR_DATA', 'data'))
+    task, model, _ = train.build(settings)
+    rows, cols = task.model['grid']
+    middle = rows // 2 * cols + cols // 2
+    found = {}
+    for when in ('before', 'after'):
+        if when == 'after':
+            model.load_state_dict(torch.load(folder / 'checkpoint.pt', weights_only=True)['model'])
+        with torch.no_grad():
+            attention = [attn.weights(x).mean(0) for attn, x in maskprior.layer_inputs(model, task.probe)]
+            found[f'{settings.init}: attention, {when}'] = torch.stack(attention).mean(0)
+            if settings.init == 'mask':
+                found[f'mask: sigmoid(M), {when}'] = torch.stack([block.attn.M.sigmoid() for block in model.blocks]).mean(0)
+    return {what: of[..., middle, :].view(-1, rows, cols) for what, of in found.items()}
+
+
+def figure(found, path):
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+    heads = max(map(len, found.values()))
+    fig, axes = pyplot.subplots(len(found), heads, figsize=(2 * heads + 2.5, 2 * len(found)), squeeze=False)
+    for row, (what, of) in zip(axes, sorted(found.items(), reverse=True)):
+        for h, (axis, image) in enumerate(zip(row, of)):
+            axis.imshow(image, vmin=0, vmax=1 if 'sigmoid' in what else float(of.max()), cmap='magma')
+            axis.set(xticks=[], yticks=[], title=f'head {h}')
+        row[0].set_ylabel(what.replace(', ', ',\n'), rotation=0, ha='right', va='center')
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+
+
+def main():
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / 'vision'
+    absent = [path for arm in ('mask', 'impulse') if not (path := out / f'cifar10-{arm}-s0' / 'checkpoint.pt').exists()]
+    if absent and (out / 'priors.json').exists():
+        return print(f'{out}/priors.json is already there')
+    if absent:
+        raise tasks.DataError(f'{absent[0]} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
+    found = maps(out / 'cifar10-mask-s0') | maps(out / 'cifar10-impulse-s0')
+    train.write_json(out / 'priors.json', {what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
+    try:
+        figure(found, out / 'priors.png')
+    except ImportError:
+        print('vision_priors.py: no figure, matplotlib is not installed', file=sys.stderr)
+
+
+if __name__ == '__main__':
+    sys.exit(train.command(main, 'vision_priors.py'))
