@@ -29,7 +29,7 @@ def mask_bias(M, allowed=None):
 def attention_weights(q, k, bias=None):
     """softmax(q k^T / sqrt(d) + bias), [B, H, Nq, N], for q [B, H, Nq, d], k [B, H, N, d] and a bias broadcastable to it.
 
-    The bias is cast to the logits' type, so M may stay fp32 under autocast.
+    The bias is cast to the logits' type, so M may stay fp32 under autocast; in bf16 attention sees it to three digits.
     """
     logits = q @ k.mT / math.sqrt(q.shape[-1])
     return (logits if bias is None else logits + bias.to(logits.dtype)).softmax(-1)
@@ -263,6 +263,8 @@ def init_mask(model, M0, freeze=False, tie=False):
     if not M0.isfinite().all():
         raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
     if tie:
+        if model.blocks[0].attn.allowed is None:
+            raise ValueError('a tied M is for causal models: it has no entry for a distance below 0')
         if not torch.equal(M0[..., 1:, 1:].tril(), M0[..., :-1, :-1].tril()):
             raise ValueError('M0 is not constant along its diagonals, so it can not be tied')
         M0 = M0[..., 0]                                                            # row i, column 0: distance i

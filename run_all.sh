@@ -3,7 +3,7 @@
 # No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed, three shares of the pairs for addition,
 # mask and default alone for multiplication, at fewer steps; no ablations; a tenth of theory's draws and no link to training;
 # CIFAR-10 for 3 epochs; language for 200 steps.
-# OUT=FOLDER records somewhere else than results/, whose rows are finished. DEVICE=cuda runs on a GPU, and vision at the paper's size too.
+# OUT=FOLDER (from here, no spaces) records somewhere else than results/, whose rows are finished. DEVICE=cuda runs on a GPU, and vision at the paper's size too.
 # Two single-threaded runs side by side on a CPU, one at a time on a GPU. What is finished is skipped, what was interrupted goes
 # on; at the first failure the script names the run, starts no other and exits with 1. Runs whose data isn't there are left out,
 # named at the end, and the exit code is 1 then too.
@@ -179,16 +179,23 @@ boolean() { boolean_runs | runs; }
 arithmetic() { arithmetic_runs | runs; }
 
 vision() {
-    vision_runs | runs &&
-    "$PYTHON" results/vision_priors.py $results/vision          # before and after training, from the checkpoints
+    local status=0
+    vision_runs | runs || status=$?
+    case $status in 0 | 3) ;; *) return 1 ;; esac
+    [ ! -f "$results/vision/cifar10-impulse-s0/result.json" ] ||                # before and after training, from the checkpoints
+        "$PYTHON" results/vision_priors.py "$results/vision" || return 1
+    return $status
 }
 
 language() { language_runs | runs; }
 
 theory() {
-    [ $size = full ] || { "$PYTHON" theory.py --draws 10000 --out $results/theory; return; }
-    "$PYTHON" theory.py --out $results/theory &&                # the table of every derivative and bound: exit 1 if one is violated
-    "$PYTHON" results/theory_training.py --out $results/theory  # the table and the figure of what it explains in training
+    local draws=100000
+    [ $size = full ] || draws=10000
+    # The table of every derivative and bound: exit 1 if one is violated
+    [ -f "$results/theory/theory.json" ] || "$PYTHON" theory.py --draws $draws --out "$results/theory" || return 1
+    # The table and the figure of what it explains in training
+    [ $size != full ] || [ -f "$results/theory/training.json" ] || "$PYTHON" results/theory_training.py --out "$results/theory"
 }
 
 sections=("$@") not_run=

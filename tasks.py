@@ -16,7 +16,6 @@ import tarfile
 import urllib.request
 import warnings
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +37,10 @@ class DataError(Exception):
     """Data that is missing or damaged; train.py prints it as one line and exits with 1."""
 
 
+class RunError(Exception):
+    """The run can't go on; train.py prints it as one line and exits with 1."""
+
+
 @contextmanager
 def replacing(path):
     """Atomic: yields a temporary path, which gets the name `path` when the block has ended well, and is removed when not."""
@@ -55,12 +58,12 @@ class Task:
     distance: torch.Tensor  # interaction structure, [N, N] or [H, N, N]: 0 where query i needs key j, else 1 or more
     batch: Callable       # (generator, size, step, part) -> inputs and targets of the training set; of the batch, a part
     loss: Callable        # (outputs of the model, targets) -> scalar; None: the model's own, of a large vocabulary
-    evaluate: Callable    # (predict: inputs -> outputs, without gradients; last) -> {metric: number, or details}
+    evaluate: Callable    # (predict: inputs -> outputs, without gradients; last) -> {metric: number, or details}, loss_seen among them
     probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
-    fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation; or None
+    fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation; None: no such question
     shown: tuple          # the metrics on the line that is printed at each evaluation
     summary: Callable     # (result) -> the lines that are printed at the end
-    known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics
+    known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics, the size of the data
     size: int = 0         # training examples in an epoch
     shifts: torch.Tensor = None  # [H, N, N] one-hot: the target attention of the arm impulse
 
@@ -389,13 +392,8 @@ def unpickle(data):
         def __setstate__(self, state):
             pass
 
-    def from_buffer(data, dtype, shape, order):
-        array = Array()
-        array.__setstate__((1, shape, dtype, False, data))
-        return array
-
-    stand_ins = {('multiarray', '_reconstruct'): lambda *_: Array(), ('numeric', '_frombuffer'): from_buffer,
-                 ('numpy', 'ndarray'): Array, ('numpy', 'dtype'): Dtype, ('_codecs', 'encode'): lambda text, _: text.encode('latin1')}
+    stand_ins = {('multiarray', '_reconstruct'): lambda *_: Array(), ('numpy', 'ndarray'): Array, ('numpy', 'dtype'): Dtype,
+                 ('_codecs', 'encode'): lambda text, _: text.encode('latin1')}
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module, name):
@@ -642,17 +640,12 @@ def mix(x, y, generator, mixup, cutmix):
 SHIFTS = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1), (-1, -1), (-1, 1), (1, -1), (1, 1))   # centre, up, right, down, left, ...
 
 
-def offsets(rows, cols):
-    """[N, N, 2]: by how many rows and columns of the grid key token j lies from query token i. Nothing wraps."""
-    place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
-    return place[None] - place[:, None]
-
-
 def locality(rows, cols, heads=0):
     """The prior's distance on a grid: 2 outside the 3 x 3 neighbourhood; or, for each of `heads`, [H, N, N], the squared distance
     from the query's place moved by the head's shift, at most 9. Heads beyond nine begin again with the first shift.
     """
-    to = offsets(rows, cols)
+    place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
+    to = place[None] - place[:, None]                                              # [N, N, 2], from query i to key j; nothing wraps
     if not heads:
         return 2. * (to.abs().amax(-1) > 1)
     return torch.stack([(to - torch.tensor(SHIFTS[h % 9])).square().sum(-1).clamp(max=9).float() for h in range(heads)])
@@ -660,12 +653,7 @@ def locality(rows, cols, heads=0):
 
 def shift_targets(rows, cols, heads):
     """[H, N, N], one-hot rows: the patch that each head's shift leads to; beyond the edge, the nearest one inside."""
-    place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
-    targets = []
-    for h in range(heads):
-        to = (place + torch.tensor(SHIFTS[h % 9])).clamp(min=0)
-        targets.append(F.one_hot(to[:, 0].clamp(max=rows - 1) * cols + to[:, 1].clamp(max=cols - 1), rows * cols).float())
-    return torch.stack(targets)
+    return F.one_hot(locality(rows, cols, heads).argmin(-1), rows * cols).float()
 
 
 def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos', drop_path=0., per_head=True, heads=3, crop='pad',
@@ -688,6 +676,7 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
         (x, y), (test_x, test_y) = cifar(name, data_dir)
     x, y, test_x, test_y = (t.to(device) for t in (x, y, test_x, test_y))
     mean, std = (torch.tensor(c, device=device).view(3, 1, 1) for c in (mean, std))
+    some = permutation(len(y), 0, 0)[:2000]                                        # ImageNet's files are in the order of the classes
 
     def plain(x):
         edge = (x.shape[2] - side) // 2
@@ -696,7 +685,7 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
     def batch(generator, size, step=0, part=slice(None)):
         """The parameters of all the batch are drawn, whatever the part, so that several processes together are as one."""
         i = shuffled(len(y), size, step, seed)[part].to(device)
-        p = {k: v[part].to(device) for k, v in draw_augmentation(generator, size, x.shape[2], crop, operations, 9, erasing).items()}
+        p = {k: v[part].to(device) for k, v in draw_augmentation(generator, size, x.shape[2], crop, operations, erasing=erasing).items()}
         target = F.one_hot(y[i], classes) * (1 - smoothing) + smoothing / classes
         return mix(augment(x[i], p, side, mean, std), target, generator, mixup, cutmix)
 
@@ -704,7 +693,7 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
         def score(x, y):
             outputs = torch.cat([predict(plain(part)) for part in x.split(1000)])
             return (outputs.argmax(1) == y).float().mean().item(), F.cross_entropy(outputs, y).item()
-        (accuracy, loss), (seen, loss_seen) = score(test_x, test_y), score(x[:2000], y[:2000])
+        (accuracy, loss), (seen, loss_seen) = score(test_x, test_y), score(x[some], y[some])
         return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
 
     def summary(result):
@@ -718,9 +707,9 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
         distance = F.pad(distance, (1, 0, 1, 0))                                   # the class token is free, and free to be seen
     return Task(model=dict(inputs=(3, patch), grid=grid, outputs=classes, class_token=pool == 'cls', pool='mean',
                            rows=slice(0, 1 if pool == 'cls' else None), positions=positions, drop_path=drop_path),
-                distance=distance.to(device), batch=batch, loss=F.cross_entropy, evaluate=evaluate, probe=plain(x[:256]),
+                distance=distance.to(device), batch=batch, loss=F.cross_entropy, evaluate=evaluate, probe=plain(x[some[:256]]),
                 fitted=lambda metrics: metrics['accuracy_seen'] >= 0.99, shown=('loss', 'accuracy_seen', 'accuracy'), summary=summary,
-                size=len(y), shifts=shift_targets(*grid, heads).to(device))
+                known=dict(training_examples=len(y)), size=len(y), shifts=shift_targets(*grid, heads).to(device))
 
 
 # ----------------------------------------------------------------------------------------------------------- language
@@ -745,36 +734,45 @@ def wikitext_words(text):
 
 
 def story_words(text):
-    """[words of a story and <eos>, ...]: lower case, a word with its apostrophes, a number, or one other mark at a time.
+    """Yields each story's words and <eos>: lower case, a word with its apostrophes, a number, or one other mark at a time.
 
     "Lily's 2 cats!" -> lily's 2 cats ! <eos>. A last story that no separator ends is taken for cut off and left out, unless it is
     the only one.
     """
     stories = text.split('<|endoftext|>')
-    stories = stories[:-1] if len(stories) > 1 else stories
-    words = [re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|[^\w\s]|_", story.lower()) for story in stories]
-    return [[*story, '<eos>'] for story in words if story]
+    for story in stories[:-1] if len(stories) > 1 else stories:
+        if words := re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|[^\w\s]|_", story.lower()):
+            yield [*words, '<eos>']
 
 
 def corpus(name, data_dir):
-    """{'train', 'valid', 'test': [words]} and the vocabulary, from the training words alone, <unk> in it.
+    """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, the most frequent first, <unk> in it.
 
     wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories for test and the 5 % before
     for validation, the 4,096 most frequent words.
     """
+    path, first = find(name, data_dir), {}                                         # first: {word: its place in the order of appearance}
+    def number(words):                                                             # at once: 2 GB of stories are too many str
+        return torch.tensor([first.setdefault(word, len(first)) for word in words], dtype=torch.int32)
     if name == 'wikitext2':
-        splits = {split: wikitext_words(read_text(find(name, data_dir).with_stem(split))) for split in ('train', 'valid', 'test')}
-        size = None
+        parts = {split: [number(wikitext_words(read_text(path.with_stem(split))))] for split in ('train', 'valid', 'test')}
     else:
-        stories = story_words(read_text(find(name, data_dir)))
+        stories = [number(story) for story in story_words(read_text(path))]
         held = max(1, len(stories) // 20)
         parts = {'train': stories[:-2 * held], 'valid': stories[-2 * held:-held], 'test': stories[-held:]}
-        splits, size = {split: [word for story in part for word in story] for split, part in parts.items()}, STORIES_VOCABULARY - 1
-    for split, words in splits.items():
-        if not words:
+    for split, part in parts.items():
+        if not sum(map(len, part)):
             raise DataError(f'{name} in {data_dir}: nothing is left for {split}')
-    frequent = [word for word, _ in Counter(splits['train']).most_common(size)]
-    return splits, frequent if '<unk>' in frequent else ['<unk>', *frequent]
+    parts = {split: torch.cat(part) for split, part in parts.items()}
+    count = parts['train'].bincount(minlength=len(first))
+    kept = count.argsort(descending=True, stable=True)[:(count > 0).sum() if name == 'wikitext2' else STORIES_VOCABULARY - 1]
+    words = list(first)
+    vocabulary = [words[i] for i in kept.tolist() if count[i]]
+    if '<unk>' not in vocabulary:
+        vocabulary.insert(0, '<unk>')
+    place = {word: i for i, word in enumerate(vocabulary)}
+    ids = torch.tensor([place.get(word, place['<unk>']) for word in words])
+    return {split: ids[part] for split, part in parts.items()}, vocabulary
 
 
 def relative_distance(N, heads):
@@ -806,13 +804,10 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
 
     Without positions the model is made for 4 times the context, and is measured at 2 and 4 times what it was trained at.
     """
-    splits, vocabulary = corpus(name, data_dir)
-    number = {word: i for i, word in enumerate(vocabulary)}
-    unknown = number['<unk>']
-    ids = {split: torch.tensor([number.get(word, unknown) for word in words]) for split, words in splits.items()}
-    unknown_rate = {split: (i == unknown).float().mean().item() for split, i in ids.items()}
+    ids, vocabulary = corpus(name, data_dir)
     ids = {split: i.to(device) for split, i in ids.items()}
-    start, train = number['<eos>'], ids['train']
+    unknown_rate = {split: (i == vocabulary.index('<unk>')).float().mean().item() for split, i in ids.items()}
+    start, train = vocabulary.index('<eos>'), ids['train']
     if len(train) <= context:
         raise DataError(f'{name} in {data_dir}: {len(train)} words to train on are too few for a context of {context}')
     window = torch.arange(context + 1, device=device)
@@ -854,7 +849,7 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
     return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
                 distance=(distance if per_head else distance.mean(0)).to(device), batch=batch, loss=None, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: None, shown=('perplexity', 'loss_seen'),
-                summary=summary, size=len(train) // context)
+                summary=summary, known=dict(training_examples=len(train)))
 
 
 # ------------------------------------------------------------------------------------------- where data is, and comes from

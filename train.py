@@ -23,11 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import maskprior
-from tasks import UsageError
-
-
-class RunError(Exception):
-    """The run can't go on; main prints it as one line and exits with 1."""
+from tasks import RunError, UsageError
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -56,7 +52,7 @@ class Settings:
     """Every setting of a run, its default and where that comes from. RECIPES holds what a task sets otherwise."""
     task: str = setting('parity2', 'what to learn', choices=TASKS)
     init: str = setting('mask', 'the arm: where the prior is written', choices=tuple(maskprior.ARMS))
-    seed: int = setting(0, 'of the weights and, by a generator of its own, the batches')
+    seed: int = setting(0, 'of the weights, of the split, and, by a generator of its own, of the batches')
     # the task and its prior
     hole: str = setting(None, 'unseen part of the cube: + - * for each of the first bits; default: README, tasks', str,
                         tasks=tasks.BOOLEAN)
@@ -109,7 +105,7 @@ class Settings:
     clip: float = setting(0., 'norm that the gradient is cut to, 0 for no limit')
     # the run
     eval_every: int = setting(200, 'steps between evaluations')
-    device: str = setting('cpu', 'cpu, cuda, ...')
+    device: str = setting('cpu', 'cpu, cuda, cuda:1 ...')
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
     overwrite: bool = setting(False, 'run a finished run again')
@@ -122,7 +118,7 @@ VISION = dict(width=96, heads=3, layers=6, positions='sincos', strength=1., leve
               warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
 LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=1000, batch=64, lr=2e-3, warmup=100,
                 eval_every=250, weight_decay=0.1, clip=1., bf16=True)
-RECIPES = {  # one for a task, the same for all its arms; how they were found: README, "Choices"
+RECIPES = {  # one for a task, the same for all its arms; how they were found: results/README.md
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
     'parity3': dict(strength=6., steps=1200),
@@ -192,9 +188,17 @@ def parse(argv):
         raise UsageError(f'--mixup and --cutmix mix neighbours: --batch {settings.batch} must be even')
     if settings.overwrite and settings.resume:
         raise UsageError('--overwrite starts over and --resume goes on: choose one')
+    if 'steps' in given and settings.epochs:
+        raise UsageError(f'--steps says nothing about {settings.task}, which counts epochs: --epochs')
+    if 'pos_std' in given and settings.positions != 'learned':
+        raise UsageError(f'--pos-std is about learned positions; these are {settings.positions}')
     if settings.width % settings.heads:
         raise UsageError(f'--width {settings.width} is not a multiple of --heads {settings.heads}')
+    if settings.device == 'cuda' and 'LOCAL_RANK' in os.environ:                   # under torchrun
+        settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
+        if not settings.device.startswith(('cpu', 'cuda')):
+            raise ValueError('cpu or cuda')                                        # others lack float64, or data
         torch.zeros(1, device=settings.device).item()
     except Exception as error:                                                     # each kind of device has its own
         raise UsageError(f'--device {settings.device}: {str(error).splitlines()[0]}') from None
@@ -255,7 +259,8 @@ def build(settings):
 
 def make_optimiser(model, settings):
     """AdamW in two groups: weight decay for the weights of linear layers alone. It would pull a prior in M to 0."""
-    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    weights = lambda kind: {id(m.weight) for m in model.modules() if isinstance(m, kind)}
+    decayed = weights(nn.Linear) - weights(nn.Embedding)                           # a tied output layer is an embedding
     learnable = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW([
         dict(params=[p for p in learnable if id(p) in decayed], weight_decay=settings.weight_decay),
@@ -284,8 +289,10 @@ def read(path, load):
     """load(path), or one line that names the file: a half-written or foreign file raises almost anything."""
     try:
         return load(path)
+    except (PermissionError, torch.OutOfMemoryError, UsageError):
+        raise
     except Exception as error:
-        raise RunError(f'{path} can not be read ({type(error).__name__}): start over with --overwrite') from None
+        raise RunError(f'{path} can not be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}): start over with --overwrite') from None
 
 
 def commit():
@@ -345,10 +352,11 @@ def train(settings, folder, task, model, target):
 
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location=settings.device)
+        if saved.get('data') != task.known.get('training_examples'):
+            raise UsageError(f'{path} comes from other data, {saved["data"]} training examples: choose another --out or --name')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         generator.set_state(saved['generator'].cpu())
-        torch.set_rng_state(saved['random'].cpu())                                 # of stochastic depth
         return saved['step'], saved['seconds'], saved['log']
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
@@ -373,8 +381,8 @@ def train(settings, folder, task, model, target):
         log.append(row)
         write_log()
         write(folder / 'checkpoint.pt', lambda p: torch.save(
-            dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(),
-                 random=torch.get_rng_state(), step=step, seconds=seconds, log=log), p))
+            dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(), step=step,
+                 seconds=seconds, log=log, data=task.known.get('training_examples')), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         shown = '  '.join(f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
@@ -389,6 +397,8 @@ def train(settings, folder, task, model, target):
     while step < settings.steps:
         for group in optimiser.param_groups:
             group['lr'] = learning_rate(step, settings)
+        if settings.dropout or settings.drop_path:                                 # its own for each process, the same after a --resume
+            torch.manual_seed(hash((settings.seed, step, rank)) % 2 ** 63)
         update(parallel, optimiser, task, settings, *task.batch(generator, settings.batch, step, part))
         step += 1
         if step % settings.eval_every == 0 or step == settings.steps:
@@ -448,7 +458,6 @@ def main(argv=None):
         return
     if 'RANK' in os.environ and not dist.is_initialized():                         # under torchrun
         if settings.device.startswith('cuda'):
-            settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
             torch.cuda.set_device(settings.device)
         dist.init_process_group('nccl' if settings.device.startswith('cuda') else 'gloo')
     rank, world = processes()
@@ -473,7 +482,7 @@ def main(argv=None):
     fitted = {True: 'fitted what it saw', False: 'has NOT FITTED what it saw', None: 'is done'}[result['fitted']]
     print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '
           f'{result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; {result["seconds"]:.0f} s')
-    if world > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -486,9 +495,9 @@ def command(main, script):
     except (RunError, tasks.DataError, OSError) as error:
         code, says = 1, error
     except KeyboardInterrupt:
-        code, says = 1, 'interrupted; --resume goes on from the last evaluation'
+        code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if script == 'train.py' else '')
     except RuntimeError as error:
-        if 'memory' not in str(error):                                             # a bug keeps its traceback
+        if not any(says in str(error) for says in ('out of memory', 'allocate memory')):      # a bug keeps its traceback
             raise
         code, says = 1, str(error).splitlines()[0]
     print(f'{script}: {says}', file=sys.stderr)

@@ -76,18 +76,21 @@ HEADLINE = [  # (what, folder, the runs' label, metric, scale, task and metric i
     *((f'add3 from {100 * frac:g} % of the pairs, whole answers %', 'arithmetic', f'add3-{frac}', 'sequence_accuracy', 100,
        'add3' if frac == 0.004 else None) for frac in (0.0005, 0.001, 0.004)),
     ('mul3 from 3 % of the pairs, whole answers %', 'arithmetic', 'mul3-0.03', 'sequence_accuracy', 100, 'mul3'),
-    ('CIFAR-10 subset, top-1 %', 'vision', 'cifar10', 'accuracy', 100, None),
-    ('ImageNet-100 subset, top-1 %', 'vision', 'imagenet100', 'accuracy', 100, None),
-    ('WikiText-2, test perplexity', 'language', 'wikitext2', 'perplexity_test', 1, None),
-    ('TinyStories sample, test perplexity', 'language', 'tinystories', 'perplexity_test', 1, None)]
+    ('CIFAR-10 ({:,} images), top-1 %', 'vision', 'cifar10', 'accuracy', 100, None),
+    ('ImageNet-100 ({:,} images), top-1 %', 'vision', 'imagenet100', 'accuracy', 100, None),
+    ('WikiText-2 ({:,} words), test perplexity', 'language', 'wikitext2', 'perplexity_test', 1, None),
+    ('TinyStories ({:,} words), test perplexity', 'language', 'tinystories', 'perplexity_test', 1, None)]
 COLUMNS = ['default', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask']
 
 
 def headline(results):
     folders = {folder: read(results / folder) for _, folder, *_ in HEADLINE}
     rows = [(row, {arm: folders[row[1]][f'{row[2]}-{arm}'] for arm in COLUMNS if f'{row[2]}-{arm}' in folders[row[1]]}) for row in HEADLINE]
+    def label(row, arms):
+        return row[0].format(next(iter(arms.values()))[0][1].get('training_examples'))
     def lines():
-        for (what, _, _, key, scale, task), arms in rows:
+        for row, arms in rows:
+            _, _, _, key, scale, task = row
             if arms:
                 seeds = sorted({len(runs) for runs in arms.values()})
                 paper = [PAPER.get((task, arm), {}).get(key) for arm in ('default', 'mask')]
@@ -96,11 +99,11 @@ def headline(results):
                     runs = arms.get(arm, ())
                     unfitted = sum(fit is False for fit in values(runs, 'fitted'))
                     cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
-                yield [what, *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
+                yield [label(row, arms), *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
                        ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
     yield from table(['', *COLUMNS, 'seeds', 'paper: default, mask'], lines())
     yield 'prior_tv, how far the attention is from the prior (0: the prior holds, 1: nothing is left of it), before → after training:\n'
-    yield from table(['', *COLUMNS], ([row[0].split(',')[0], *(prior_tv(arms[arm], 2) if arm in arms else '' for arm in COLUMNS)]
+    yield from table(['', *COLUMNS], ([label(row, arms).rsplit(', ', 1)[0], *(prior_tv(arms[arm], 2) if arm in arms else '' for arm in COLUMNS)]
                                       for row, arms in rows if arms))
 
 
@@ -226,14 +229,17 @@ def arithmetic_figure(plt, results):
 # ------------------------------------------------------------------------------------------------------ vision and language
 
 def vision(results):
-    yield '**Vision** (`bash run_all.sh vision`): lossy subsets, see above; not comparable with the paper\'s numbers\n'
-    def lines():
-        for task, arm, runs in by_arm(read(results / 'vision')):
+    yield '**Vision** (`bash run_all.sh vision`)\n'
+    def lines(folder):
+        for task, arm, runs in by_arm(read(folder)):
             right, half = values(runs, 'accuracy', 100), [100 * log[len(log) // 2]['accuracy'] for _, _, log in runs]
-            yield [task, arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
+            yield [task, f'{runs[0][1]["training_examples"]:,}', arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
                    f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs')]
-    yield from table(['task', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds'],
-                     lines())
+    header = ['task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds']
+    yield from table(header, lines(results / 'vision'))
+    if (results / 'vision' / 'paper').exists():
+        yield '**At the paper\'s size**\n'
+        yield from table(header, lines(results / 'vision' / 'paper'))
 
 
 def vision_figure(plt, results):

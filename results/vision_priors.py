@@ -19,14 +19,15 @@ import train
 
 def maps(folder):
     """{what: [H, rows, cols]} of the run in `folder`, before and after training."""
-    settings = train.Settings(**json.loads((folder / 'config.json').read_text())['settings'], data_dir=os.environ.get('MASKPRIOR_DATA', 'data'))
+    settings = train.Settings(**json.loads((folder / 'config.json').read_text())['settings'] | dict(
+        device='cpu', data_dir=os.environ.get('MASKPRIOR_DATA', 'data')))
     task, model, _ = train.build(settings)
     rows, cols = task.model['grid']
     middle = rows // 2 * cols + cols // 2
     found = {}
     for when in ('before', 'after'):
         if when == 'after':
-            model.load_state_dict(torch.load(folder / 'checkpoint.pt', weights_only=True)['model'])
+            model.load_state_dict(torch.load(folder / 'checkpoint.pt', weights_only=True, map_location='cpu')['model'])
         with torch.no_grad():
             attention = [attn.weights(x).mean(0) for attn, x in maskprior.layer_inputs(model, task.probe)]
             found[f'{settings.init}: attention, {when}'] = torch.stack(attention).mean(0)
