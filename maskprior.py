@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         else:                                                                      # [N, D] or [rows, cols, D]
             self.positions = nn.Parameter(pos_std * torch.randn(*grid, D)) if positions == 'learned' else None
         self.class_token = nn.Parameter(torch.randn(D)) if class_token else None
-        N = math.prod(grid) + class_token
+        self.N = N = math.prod(grid) + class_token
         allowed = torch.ones(N, N, dtype=torch.bool).tril() if causal else None
         self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * i / max(1, L - 1), dropout) for i in range(L))
         self.norm, self.head, self.dropout = nn.LayerNorm(D), nn.Linear(D, outputs, bias=not tied), nn.Dropout(dropout)
@@ -260,6 +260,9 @@ def init_mask(model, M0, freeze=False, tie=False):
 
     `tie`: one entry for each distance i - j, for an M0 that is constant along its diagonals.
     """
+    H = model.blocks[0].attn.H
+    if M0.shape not in ((model.N, model.N), (H, model.N, model.N)):
+        raise ValueError(f'M0 is {list(M0.shape)}; it must be [N, N] or [H, N, N], with N = {model.N} and H = {H}')
     if not M0.isfinite().all():
         raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
     if tie:

@@ -43,6 +43,14 @@ def tiny(arm='default', *options):
     return train.build(settings)
 
 
+def refused(capsys, *options):
+    """train.py's last line in this process, on a command that must be refused -> (exit code, what its one line says)."""
+    capsys.readouterr()
+    code = train.command(lambda: train.main([*map(str, options)]), 'train.py')
+    line, = capsys.readouterr().err.splitlines()
+    return code, line
+
+
 def cli(*options, cwd=HERE):
     """train.py as a user starts it -> (exit code, stdout, the lines on stderr)."""
     done = subprocess.run([sys.executable, HERE / 'train.py', *map(str, options)], cwd=cwd, capture_output=True, text=True)
@@ -681,6 +689,28 @@ def test_imagenet_folders_with_what_people_have_in_them(tmp_path):
     assert len(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][1]) == 4
 
 
+def test_imagenet_that_is_not_all_there_is_named(tmp_path):
+    load = lambda: tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')
+    for folder, says in (('imagenet100', 'image-net.org'), ('imagenet100/train', '0 classes'), ('imagenet100/train/n01', '0 classes'),
+                         ('imagenet100/val/n02', '0 classes')):
+        (tmp_path / folder).mkdir(parents=True)
+        with pytest.raises(tasks.DataError, match=says):
+            load()
+    (tmp_path / 'imagenet100/train/n01/a.JPEG').write_text('no image')
+    with pytest.raises(tasks.DataError, match='1 classes, val of 0'):
+        load()
+    (tmp_path / 'imagenet100/val/n02/b.JPEG').write_text('no image')
+    with pytest.raises(tasks.DataError, match='must be the same'):
+        load()
+    (tmp_path / 'imagenet100/val/n01').mkdir()
+    (tmp_path / 'imagenet100/val/n01/b.JPEG').write_text('no image')
+    (tmp_path / 'imagenet100_classes.txt').write_text('n01')
+    if importlib.util.find_spec('PIL'):
+        with pytest.raises(tasks.DataError, match='a.JPEG can not be decoded'):
+            load()
+    assert not (tmp_path / 'cache').exists() or not list((tmp_path / 'cache').iterdir())
+
+
 def test_absent_pillow_is_named(tmp_path, monkeypatch):
     (tmp_path / 'a.jpg').write_bytes(b'x')
     monkeypatch.setitem(sys.modules, 'PIL', None)
@@ -1075,14 +1105,21 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path, change
 LM = ['--task', 'wikitext2', '--width', '16', '--heads', '2', '--layers', '1', '--context', '8', '--batch', '4', '--steps', '4', '--eval-every', '2']
 
 
-def test_bad_text_is_one_line(tmp_path):
+def test_bad_text_is_one_line(tmp_path, capsys):
     for i, (split, content, says) in enumerate((('valid', b'', 'nothing is left for valid'), ('train', b'\xff\xfe\x00', 'not UTF-8'),
                                                 ('train', b'a b', 'too few for a context'))):
         write_wikitext(tmp_path / str(i), **{split: content})
-        code, _, err = cli(*LM, '--data-dir', tmp_path / str(i), '--out', tmp_path)
-        assert code == 1 and len(err) == 1 and says in err[0], err
-    code, _, err = cli(*LM, '--data-dir', tmp_path, '--out', tmp_path)
-    assert code == 1 and len(err) == 1 and 'python tasks.py download wikitext2' in err[0]
+        code, line = refused(capsys, *LM, '--data-dir', tmp_path / str(i), '--out', tmp_path)
+        assert code == 1 and says in line
+    code, line = refused(capsys, *LM, '--data-dir', tmp_path, '--out', tmp_path)
+    assert code == 1 and 'python tasks.py download wikitext2' in line
+    (tmp_path / 'wikitext-2' / 'train.txt').mkdir(parents=True)                    # a folder in a file's place
+    assert refused(capsys, *LM, '--data-dir', tmp_path, '--out', tmp_path)[0] == 1
+    (tmp_path / 'tinystories').mkdir()
+    (tmp_path / 'tinystories' / 'TinyStories-train.txt').write_text('<|endoftext|>\n<|endoftext|>')
+    code, line = refused(capsys, *LM, '--task', 'tinystories', '--data-dir', tmp_path, '--out', tmp_path)
+    assert code == 1 and 'nothing is left for train' in line
+    assert not list(tmp_path.rglob('config.json'))
 
 
 @pytest.mark.parametrize('options', [['--init', 'default'], ['--init', 'mask', '--tie-mask', '--positions', 'none', '--dropout', '0.1'],
@@ -1287,9 +1324,8 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'add3', '--order', 'left'], '--order'), (['--task', 'cifar10', '--steps', '9'], '--epochs'),
     (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, capsys, options, says):
-    code = train.command(lambda: train.main([*options, '--out', str(tmp_path)]), 'train.py')     # as the last line of train.py
-    err = capsys.readouterr().err.splitlines()
-    assert code == 2 and len(err) == 1 and says in err[0]
+    code, line = refused(capsys, *options, '--out', tmp_path)
+    assert code == 2 and says in line
     assert not list(tmp_path.rglob('result.json')) and not list(tmp_path.rglob('checkpoint.pt'))
 
 
@@ -1430,6 +1466,59 @@ def test_a_save_that_dies_half_way_leaves_the_last_checkpoint(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         train.write(path, dies)
     assert torch.load(path, weights_only=True) == {'step': 1}
+
+
+def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
+    options = [*SMALL, '--out', str(tmp_path), '--name', 'x', '--resume']
+    train.main(options)
+    (tmp_path / 'x' / 'result.json').unlink()
+    path = tmp_path / 'x' / 'checkpoint.pt'
+    good = torch.load(path, weights_only=True)
+    def saved(content):
+        torch.save(content, path)
+        return path.read_bytes()
+    contents = [b'', b'no checkpoint', pickle.dumps(Gadget(tmp_path / 'marker')), saved({}), saved([1]), saved(Gadget(tmp_path / 'marker')),
+                saved(good | {'model': {}}), saved(good | {'optimiser': {}}), saved(good | {'generator': torch.zeros(3)}),
+                saved({k: v for k, v in good.items() if k != 'log'})]
+    for content in contents:
+        path.write_bytes(content)
+        code, line = refused(capsys, *options)
+        assert code == 1 and 'checkpoint.pt' in line and '--overwrite' in line and path.read_bytes() == content
+    path.unlink()
+    path.mkdir()
+    assert refused(capsys, *options)[0] == 1
+    path.rmdir()
+    broken = {name: w * math.nan for name, w in good['model'].items()}
+    saved(good | {'model': broken, 'step': 10, 'log': good['log'][:2]})
+    code, line = refused(capsys, *options)
+    assert code == 1 and 'diverged' in line and not (tmp_path / 'x' / 'result.json').exists()
+    assert not (tmp_path / 'marker').exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path):
+    resource = pytest.importorskip('resource', reason='no limit on the size of a file here: a full disk is not tried')
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))    # enough for config.json and log.jsonl
+    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path, '--name', 'x'], capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 1 and 'checkpoint.pt' in done.stderr and len(done.stderr.splitlines()) == 1
+    assert sorted(p.name for p in (tmp_path / 'x').iterdir()) == ['config.json', 'log.jsonl']
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
+    (tmp_path / 'x').mkdir()
+    with train.held(tmp_path / 'x'):
+        code, line = refused(capsys, *SMALL, '--out', tmp_path, '--name', 'x')
+    assert code == 1 and 'another run' in line and not list((tmp_path / 'x').iterdir())
+    train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
+
+
+@pytest.mark.parametrize('M0, says', [(torch.zeros(5, 5), 'N = 16'), (torch.zeros(3, 16, 16), 'H = 4'), (torch.zeros(16), 'N = 16'),
+                                      (torch.zeros(1, 4, 16, 16), 'N = 16'), (torch.full((16, 16), math.nan), 'finite'),
+                                      (torch.full((16, 16), -math.inf), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite')])
+def test_masks_that_make_no_sense_are_refused(M0, says):
+    model = maskprior.Transformer(3, (16,), 1)
+    with pytest.raises(ValueError, match=says):
+        maskprior.init_mask(model, M0)
+    assert model.blocks[0].attn.M is None
 
 
 def test_divergence_is_one_line_and_strict_json(tmp_path):

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -295,6 +296,24 @@ def read(path, load):
         raise RunError(f'{path} can not be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}): start over with --overwrite') from None
 
 
+@contextmanager
+def held(folder):
+    """Keeps other runs out of the folder while the block lasts; the system frees it, even after a kill."""
+    try:
+        import fcntl                                                               # Windows has none: no lock there
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RunError(f'another run is at work in {folder}: choose another --name, or wait') from None
+    finally:
+        os.close(handle)
+
+
 def commit():
     try:
         git = subprocess.run(['git', 'describe', '--always', '--dirty', '--exclude=*'], cwd=Path(__file__).parent,
@@ -471,13 +490,14 @@ def main(argv=None):
         dist.destroy_process_group()
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
-        (folder / name).unlink(missing_ok=True)
-    write_json(folder / 'config.json', dict(
-        settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
-        threads=torch.get_num_threads(), processes=world, commit=commit()))
-    result = train(settings, folder, *built)
-    write_json(folder / 'result.json', result)
+    with held(folder):
+        for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
+            (folder / name).unlink(missing_ok=True)
+        write_json(folder / 'config.json', dict(
+            settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
+            threads=torch.get_num_threads(), processes=world, commit=commit()))
+        result = train(settings, folder, *built)
+        write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))
     fitted = {True: 'fitted what it saw', False: 'has NOT FITTED what it saw', None: 'is done'}[result['fitted']]
     print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '
