@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One command for each row of the tables:  bash run_all.sh [quick|full] [boolean] [theory] [arithmetic] [vision] [language]
-# No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed, three shares of the pairs for addition,
-# mask and default alone for multiplication, at fewer steps; no ablations; a tenth of theory's draws and no link to training;
-# CIFAR-10 for 3 epochs; language for 200 steps.
+# No section named: all of them. `quick` is a cut-down form, into runs/quick: one seed and no ablations; for arithmetic mask and
+# default alone, with three shares of the pairs for addition and fewer steps for multiplication; a tenth of theory's draws and no link
+# to training; CIFAR-10 for 3 epochs; language for 100 steps.
 # OUT=FOLDER (from here, no spaces) records somewhere else than results/, whose rows are finished. DEVICE=cuda runs on a GPU, and vision at the paper's size too.
 # Two single-threaded runs side by side on a CPU, one at a time on a GPU. What is finished is skipped, what was interrupted goes
 # on; at the first failure the script names the run, starts no other and exits with 1. Runs whose data isn't there are left out,
@@ -100,7 +100,8 @@ arithmetic_runs() {
         done
     }
     if [ $size = quick ]; then
-        arms='mask default' more='--steps 1500' curve mul3 0.03
+        arms='mask default'
+        more='--steps 1000' curve mul3 0.03
         curve add3 0.0005 0.001 0.004
         return
     fi
@@ -158,7 +159,7 @@ vision_runs() {
 
 language_runs() {
     local out=$results/language seeds='0 1' short=
-    [ $size = full ] || { seeds=0; short='--steps 200'; }
+    [ $size = full ] || { seeds=0; short='--steps 100'; }
     for seed in $seeds; do
         for task in wikitext2 tinystories; do
             row() { echo "--task $task --seed $seed --out $out --name $task-$1-s$seed ${*:2} $short" | sed 's/ *$//'; }

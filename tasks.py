@@ -90,6 +90,9 @@ BOOLEAN = {
 PAPER = {
     ('parity2', 'default'): dict(accuracy=0.75, loss=1.379), ('parity2', 'mask'): dict(accuracy=1., loss=0.0029),
     ('maj3', 'default'): dict(accuracy=0.87), ('maj3', 'mask'): dict(accuracy=1.), ('cyclic3', 'mask'): dict(accuracy=0.9998),
+    ('add3', 'default'): dict(sequence_accuracy=0.0119, frac=0.004), ('add3', 'mask'): dict(sequence_accuracy=0.7749, frac=0.004),
+    ('mul3', 'default'): dict(sequence_accuracy=0.0501, frac=0.03), ('mul3', 'mask'): dict(sequence_accuracy=0.6949, frac=0.03),
+    ('cifar10', 'default'): dict(accuracy=0.9420), ('cifar10', 'impulse'): dict(accuracy=0.9512), ('cifar10', 'mask'): dict(accuracy=0.9566),
 }
 
 
@@ -245,9 +248,6 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
 
 ARITHMETIC = {'add3': '+', 'add4': '+', 'add5': '+', 'mul3': '*'}
 VOCAB = '0123456789+*='
-PAPER |= {(task, arm): dict(sequence_accuracy=accuracy, frac=frac) for task, arm, accuracy, frac in (
-    ('add3', 'default', 0.0119, 0.004), ('add3', 'mask', 0.7749, 0.004),
-    ('mul3', 'default', 0.0501, 0.03), ('mul3', 'mask', 0.6949, 0.03))}
 
 
 def arithmetic_text(a, b, sign, n, order='lsb'):
@@ -372,7 +372,6 @@ VISION = {
     'cifar100': (100, 32, 4, (0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
     'imagenet100': (100, 224, 16, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-PAPER |= {('cifar10', arm): dict(accuracy=a) for arm, a in (('default', 0.9420), ('impulse', 0.9512), ('mask', 0.9566))}
 
 def unpickle(data):
     """The dictionary in a CIFAR pickle (bytes), with str keys and uint8 tensors, without numpy.
