@@ -655,14 +655,14 @@ def shift_targets(rows, cols, heads):
     return F.one_hot(locality(rows, cols, heads).argmin(-1), rows * cols).float()
 
 
-def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos', drop_path=0., per_head=True, heads=3, crop='pad',
-           operations=0, erasing=0., mixup=0., cutmix=0., smoothing=0.1, cache='cache', seed=0, device='cpu'):
+def vision(name, data_dir, patch=None, image_size=None, pool='mean', positions='sincos', drop_path=0., per_head=True, heads=3,
+           crop='pad', randaugment=0, erasing=0., mixup=0., cutmix=0., smoothing=0.1, cache='cache', seed=0, device='cpu'):
     """Image classification: a grid of patches, a prior of locality (`locality`), soft labels in the loss.
 
     The images are one uint8 tensor on the device, and augmentation is tensor code there.
     """
     classes, own_side, own_patch, mean, std = VISION[name]
-    side, patch = side or own_side, patch or own_patch
+    side, patch = image_size or own_side, patch or own_patch
     if side % patch:
         raise UsageError(f'--image-size {side} is not a multiple of --patch {patch}')
     if name == 'imagenet100':
@@ -684,7 +684,7 @@ def vision(name, data_dir, patch=None, side=None, pool='mean', positions='sincos
     def batch(generator, size, step=0, part=slice(None)):
         """The parameters of all the batch are drawn, whatever the part, so that several processes together are as one."""
         i = shuffled(len(y), size, step, seed)[part].to(device)
-        p = {k: v[part].to(device) for k, v in draw_augmentation(generator, size, x.shape[2], crop, operations, erasing=erasing).items()}
+        p = {k: v[part].to(device) for k, v in draw_augmentation(generator, size, x.shape[2], crop, randaugment, erasing=erasing).items()}
         target = F.one_hot(y[i], classes) * (1 - smoothing) + smoothing / classes
         return mix(augment(x[i], p, side, mean, std), target, generator, mixup, cutmix)
 

@@ -1555,7 +1555,7 @@ def asked_of_train(folder, *arguments, **environment):
     return [line.split()[1:] for line in (folder / 'asked').read_text().splitlines() if line.startswith('train.py')]
 
 
-@pytest.mark.parametrize('size, runs', [('quick', 43), ('full', 310)])
+@pytest.mark.parametrize('size, runs', [('quick', 37), ('full', 290)])
 def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
     asked = asked_of_train(tmp_path, *(['quick'] if size == 'quick' else []), 'boolean', 'arithmetic', 'vision', 'language')
     folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]

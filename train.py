@@ -6,6 +6,7 @@ evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run
 """
 import argparse
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -44,8 +45,12 @@ def setting(default, help, type=None, choices=None, tasks=None):
                                                             tasks=tasks))
 
 
+FAMILIES = {  # names of tasks: the function that makes one; beside the name its parameters are settings
+    tuple(tasks.BOOLEAN): tasks.boolean, tuple(tasks.ARITHMETIC): tasks.arithmetic, tuple(tasks.VISION): tasks.vision,
+    tasks.LANGUAGE: tasks.language,
+}
+TASKS = sum(FAMILIES, ())
 DATA = (*tasks.VISION, *tasks.LANGUAGE)
-TASKS = (*tasks.BOOLEAN, *tasks.ARITHMETIC, *DATA)
 
 
 @dataclass
@@ -177,24 +182,19 @@ def parse(argv):
         if f.name in given and settings.task not in (f.metadata['tasks'] or [settings.task]):
             raise UsageError(f'{option(f.name)} says nothing about {settings.task}: it is for '
                              f'{", ".join(f.metadata["tasks"])}')
-    if settings.freeze_mask and settings.init != 'mask':
-        raise UsageError(f'--freeze-mask goes with --init mask; there is no mask in --init {settings.init}')
-    if settings.tie_mask and settings.init != 'mask':
-        raise UsageError(f'--tie-mask goes with --init mask; there is no mask in --init {settings.init}')
-    if settings.positions == ('none' if settings.task in tasks.VISION else 'sincos'):
-        raise UsageError(f'--positions {settings.positions} is not for {settings.task}')
-    if settings.init in ('mimetic', 'impulse') and settings.task not in tasks.VISION:
-        raise UsageError(f'--init {settings.init} is about images; {settings.task} has none')
-    if (settings.mixup or settings.cutmix) and settings.batch % 2:
-        raise UsageError(f'--mixup and --cutmix mix neighbours: --batch {settings.batch} must be even')
-    if settings.overwrite and settings.resume:
-        raise UsageError('--overwrite starts over and --resume goes on: choose one')
-    if 'steps' in given and settings.epochs:
-        raise UsageError(f'--steps says nothing about {settings.task}, which counts epochs: --epochs')
-    if 'pos_std' in given and settings.positions != 'learned':
-        raise UsageError(f'--pos-std is about learned positions; these are {settings.positions}')
-    if settings.width % settings.heads:
-        raise UsageError(f'--width {settings.width} is not a multiple of --heads {settings.heads}')
+    s = settings
+    for wrong, says in (
+            (s.freeze_mask and s.init != 'mask', f'--freeze-mask goes with --init mask; there is no mask in --init {s.init}'),
+            (s.tie_mask and s.init != 'mask', f'--tie-mask goes with --init mask; there is no mask in --init {s.init}'),
+            (s.positions == ('none' if s.task in tasks.VISION else 'sincos'), f'--positions {s.positions} is not for {s.task}'),
+            (s.init in ('mimetic', 'impulse') and s.task not in tasks.VISION, f'--init {s.init} is about images; {s.task} has none'),
+            ((s.mixup or s.cutmix) and s.batch % 2, f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even'),
+            (s.overwrite and s.resume, '--overwrite starts over and --resume goes on: choose one'),
+            ('steps' in given and s.epochs, f'--steps says nothing about {s.task}, which counts epochs: --epochs'),
+            ('pos_std' in given and s.positions != 'learned', f'--pos-std is about learned positions; these are {s.positions}'),
+            (s.width % s.heads, f'--width {s.width} is not a multiple of --heads {s.heads}')):
+        if wrong:
+            raise UsageError(says)
     if settings.device == 'cuda' and 'LOCAL_RANK' in os.environ:                   # under torchrun
         settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
@@ -225,16 +225,9 @@ def listing():
 
 def build(settings):
     """Settings -> (task, model with the arm's prior written in, its target attention). Same seed: same weights but for the arm's own."""
-    s = settings
-    if s.task in tasks.BOOLEAN:
-        task = tasks.boolean(s.task, s.hole, s.prior_bits, s.pattern, s.heads, s.device)
-    elif s.task in tasks.ARITHMETIC:
-        task = tasks.arithmetic(s.task, s.frac, s.order, s.without, s.per_head, s.heads, s.seed, s.device)
-    elif s.task in tasks.LANGUAGE:
-        task = tasks.language(s.task, s.data_dir, s.context, s.positions, s.per_head, s.heads, s.batch, s.device)
-    else:
-        task = tasks.vision(s.task, s.data_dir, s.patch, s.image_size, s.pool, s.positions, s.drop_path, s.per_head, s.heads, s.crop,
-                            s.randaugment, s.erasing, s.mixup, s.cutmix, s.smoothing, s.cache, s.seed, s.device)
+    make = next(make for names, make in FAMILIES.items() if settings.task in names)
+    own = [name for name in list(inspect.signature(make).parameters)[1:] if hasattr(settings, name)]
+    task = make(settings.task, **{name: getattr(settings, name) for name in own})
     distance = task.distance
     if settings.flip:
         generator = torch.Generator().manual_seed(settings.seed)
