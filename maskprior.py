@@ -148,7 +148,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, W, target, gradients=True, chunk=512):
-        loss, grad_x, grad_W = 0., torch.empty_like(x), torch.zeros_like(W)
+        loss, (grad_x, grad_W) = 0., (torch.empty_like(x), torch.zeros_like(W)) if gradients else (None, None)
         for rows in torch.arange(len(x), device=x.device).split(chunk):
             logits = x[rows] @ W.T
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -227,7 +227,8 @@ def layer_inputs(model, x):
     x = model.embed(x)
     for block in model.blocks:
         yield block.attn, block.norm1(x)
-        x = block(x)
+        if block is not model.blocks[-1]:
+            x = block(x)
 
 
 # -------------------------------------------------------------------------------------------------------------- priors
