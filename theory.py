@@ -295,11 +295,18 @@ def loss_norms(r):
     return {n: norm(D)[:, 0] for (f, n), D in autograd(r).items() if f == 'loss'}
 
 
+LOG_A = [math.log(10) * t / 2 for t in range(-6, 7)]  # a from 1e-3 to 1e3
+
+
+def gradients_over_a(seed, dev, powers):
+    """[{place: ||dloss/d place|| [B]} for each a of LOG_A]."""
+    return [loss_norms(scaled(64, seed, dev, **{n: math.exp(e * t) for n, e in powers.items()})) for t in LOG_A]
+
+
 def slopes(seed, dev, powers):
-    """{place: least-squares slope of log ||dloss/d place|| in log a [B]} over 13 values of a, 1e-3..1e3."""
-    log_a = [math.log(10) * t / 2 for t in range(-6, 7)]
-    y = [loss_norms(scaled(64, seed, dev, **{n: math.exp(e * t) for n, e in powers.items()})) for t in log_a]
-    return {n: sum(t * z[n].log() for t, z in zip(log_a, y)) / sum(t * t for t in log_a) for n in PLACES}
+    """{place: least-squares slope of log ||dloss/d place|| in log a [B]}."""
+    y = gradients_over_a(seed, dev, powers)
+    return {n: sum(t * z[n].log() for t, z in zip(LOG_A, y)) / sum(t * t for t in LOG_A) for n in PLACES}
 
 
 # ----------------------------------------------------------------------------------- part 5: how far a row can move

@@ -5,6 +5,7 @@ where README.md and results/README.md say `<!-- report: SECTION -->`; --figures 
 """
 import argparse
 import json
+import math
 import re
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ from statistics import mean, stdev
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+import theory
 from tasks import BOOLEAN, PAPER
 
 ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
@@ -242,20 +244,6 @@ def vision(results):
         yield from table(header, lines(results / 'vision' / 'paper'))
 
 
-def vision_figure(plt, results):
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    for axis, key, title in zip(axes, ('accuracy', 'prior_tv'), ('CIFAR-10 subset: top-1 on the test images', 'prior_tv')):
-        for task, arm, runs in by_arm(read(results / 'vision')):
-            if task == 'cifar10':
-                points = list(zip(*(log for _, _, log in runs)))
-                epochs = [runs[0][0]['epochs'] * p[0]['step'] / runs[0][1]['steps'] for p in points]
-                axis.plot(epochs, [mean(r[key] for r in p) for p in points], label=arm)
-        axis.set(xlabel='epoch', title=title)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(results / 'vision' / 'curves.png', dpi=110)
-
-
 def language(results):
     yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
     rows = read(results / 'language')
@@ -270,10 +258,48 @@ def language(results):
                       'prior_tv', 'steps × seeds'], lines())
 
 
+# ----------------------------------------------------------------------------------------------------------------- figures
+
+def training_figure(plt, results, section, tasks, metric):
+    """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
+    figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
+    for task, arm, runs in by_arm(read(results / section)):
+        if task in tasks and arm in ARMS and arm != 'default-10x':
+            points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
+            for axis, key in zip(axes[:, tasks.index(task)], (metric, 'prior_tv')):
+                axis.plot([p[0]['step'] for p in points], [mean(r[key] for r in p) for p in points], f'C{ARMS.index(arm)}', label=arm)
+                axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
+    for axis in axes[0]:
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(results / section / 'training.png', dpi=110)
+
+
+def theory_figure(plt, results):
+    """The size of the loss's gradient as features and weights grow by a, the row of attention held fixed (theory.py, part 4)."""
+    figure, axes = plt.subplots(1, len(theory.SCALINGS), figsize=(5 * len(theory.SCALINGS), 4), sharey=True)
+    for axis, (title, powers, _) in zip(axes, theory.SCALINGS):
+        found = theory.gradients_over_a(0, 'cpu', powers)
+        for place in theory.PLACES:
+            axis.loglog([math.exp(t) for t in theory.LOG_A], [z[place].median().item() for z in found], label=place)
+        axis.set(xlabel='a', ylabel='||dl/d.||, median of 64 rows', title=title)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(results / 'theory' / 'scaling.png', dpi=110)
+
+
+FIGURES = {  # section: how to draw it
+    'boolean': lambda plt, results: training_figure(plt, results, 'boolean', ['parity2', 'maj3', 'cyclic3'], 'accuracy_unseen'),
+    'theory': theory_figure,
+    'arithmetic': arithmetic_figure,
+    'vision': lambda plt, results: training_figure(plt, results, 'vision', ['cifar10', 'imagenet100'], 'accuracy'),
+    'language': lambda plt, results: training_figure(plt, results, 'language', ['wikitext2', 'tinystories'], 'perplexity'),
+}
+
+
 # -------------------------------------------------------------------------------------------------------------------- main
 
 SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
-FIGURES = {'arithmetic': arithmetic_figure, 'vision': vision_figure}
 
 
 def sections(results):
@@ -305,7 +331,7 @@ def main(argv=None):
         matplotlib.use('Agg')
         from matplotlib import pyplot
         for name, figure in FIGURES.items():
-            if name in tables:
+            if (args.results / name).exists():
                 figure(pyplot, args.results)
 
 
