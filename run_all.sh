@@ -119,6 +119,7 @@ arithmetic_runs() {
             [ $task = add3 ] && setting="--task add3 --frac 0.001" || setting="--task mul3"
             [ $task$seed != mul31 ] || continue                  # ten times an addition's time: one seed
             row $task-shared $setting --per-head false
+            row $task-without-digits $setting --without digits
             row $task-without-carry $setting --without carry
             [ $task = add3 ] || row $task-without-products $setting --without products
             for init in mask default; do row $task-$init-msb $setting --order msb --init $init; done

@@ -278,8 +278,8 @@ def arithmetic_structure(sign, n, heads, order='lsb', without=None):
     """Which tokens each step of the school algorithm needs, bool [H, N, N]. a_i is the digit of 10^i, and so are b_i, c_i.
 
     The row that emits c_k:
-      addition        needs a_k and b_k in every head but the last;
-      multiplication  needs a_h and b_(k-h) in head h; b_j in turn needs a_h and itself there ('products': a_h * b_j);
+      addition        needs a_k and b_k in every head but the last ('digits');
+      multiplication  needs a_h and b_(k-h) in head h ('digits'); b_j in turn needs a_h and itself there ('products': a_h * b_j);
       either          needs what the carry takes in the last head ('carry'): the previous answer row and itself, or, with
                       the most significant digit first, all the lower digits of a and b.
     Where that names no token, a head needs its own. `without` leaves the rows of one of these parts free.
@@ -294,7 +294,7 @@ def arithmetic_structure(sign, n, heads, order='lsb', without=None):
                 opened[h, b[j], [a[h], b[j]]] = True
     for row in range(first, first + answers):
         k = row - first if order == 'lsb' else first + answers - 1 - row
-        for h in range(heads - 1):
+        for h in range(heads - 1 if without != 'digits' else 0):
             i, j = (k, k) if sign == '+' else (h, k - h)
             opened[h, row, [a[i], b[j]] if 0 <= i < n and 0 <= j < n else [row]] = True
         if without != 'carry':

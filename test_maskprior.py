@@ -394,6 +394,7 @@ def test_the_priors_rows_by_hand():
     add3 = {(h, row): key for h in range(3) for row, key in digits.items()}
     assert needs(tasks.arithmetic_structure('+', 3, 4), layout) == add3 | {(3, row): key for row, key in carry.items()}
     assert needs(tasks.arithmetic_structure('+', 3, 4, without='carry'), layout) == add3
+    assert needs(tasks.arithmetic_structure('+', 3, 4, without='digits'), layout) == {(3, row): key for row, key in carry.items()}
     layout = 'a1 a0 + b1 b0 = c2 c1'.split()                                       # most significant digit first
     assert needs(tasks.arithmetic_structure('+', 2, 2, 'msb'), layout) == {
         (0, '='): '=', (0, 'c2'): 'a1 b1', (0, 'c1'): 'a0 b0', (1, '='): 'a1 a0 b1 b0', (1, 'c2'): 'a0 b0', (1, 'c1'): 'c1'}
@@ -406,6 +407,7 @@ def test_the_priors_rows_by_hand():
     carry = {(3, '='): '=', (3, 'c0'): '= c0', (3, 'c1'): 'c0 c1', (3, 'c2'): 'c1 c2', (3, 'c3'): 'c2 c3', (3, 'c4'): 'c3 c4'}
     assert needs(tasks.arithmetic_structure('*', 3, 4), layout) == products | sums | carry
     assert needs(tasks.arithmetic_structure('*', 3, 4, without='products'), layout) == sums | carry
+    assert needs(tasks.arithmetic_structure('*', 3, 4, without='digits'), layout) == products | carry
     shared = tasks.arithmetic('mul3', 0.001, per_head=False).distance == 0         # the union over the heads
     assert needs(shared[None], layout)[0, 'c1'] == 'a2 a1 a0 b2 b1 b0 c0 c1' and needs(shared[None], layout)[0, 'b1'] == 'a2 a1 a0 b1'
 

@@ -70,7 +70,7 @@ class Settings:
     order: str = setting('lsb', 'the digit of the answer that is written first, least or most significant', choices=('lsb', 'msb'),
                          tasks=tasks.ARITHMETIC)
     without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
-                           choices=('carry', 'products'), tasks=tasks.ARITHMETIC)
+                           choices=('digits', 'carry', 'products'), tasks=tasks.ARITHMETIC)
     data_dir: str = setting(os.environ.get('MASKPRIOR_DATA', 'data'), 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
     cache: str = setting('cache', 'folder for decoded images', tasks=tasks.VISION)
     image_size: int = setting(None, "side of the images, the data's own unless given: only for imagenet100", int, tasks=tasks.VISION)
