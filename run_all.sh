@@ -110,7 +110,7 @@ arithmetic_runs() {
     seed=0 curve mul3 0.01 0.005
     # The default, ten times as long
     echo "--task mul3 --init default --steps 35000 --eval-every 3500 --out $out --name mul3-0.03-default-10x-s0"
-    # A weight decay that the default gains more by
+    # Does the mask's saving hang on the weight decay?
     for seed in 0 1; do more='--weight-decay 3' out=$out/weight-decay-3 curve add3 0.001 0.0005 0.00025 0.002; done
     # What in the prior does the work; longer operands from the same function, at 1,000 pairs
     for seed in 0 1; do

@@ -178,7 +178,7 @@ def arithmetic(results):
         if not (results / 'arithmetic' / folder).exists():
             continue
         if folder != '.':
-            yield '**The same with a weight decay of 3**, which the default gains most by\n'
+            yield '**The same with a weight decay of 3**\n'
         found = curves(results / 'arithmetic' / folder)
         def lines():
             for task, curve in found.items():
