@@ -101,7 +101,7 @@ arithmetic_runs() {
     }
     if [ $size = quick ]; then
         arms='mask default'
-        more='--steps 1000' curve mul3 0.03
+        more='--steps 1500' curve mul3 0.03
         curve add3 0.0005 0.001 0.004
         return
     fi
