@@ -315,6 +315,8 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
         raise UsageError(f'--heads {heads} is too few for the prior of {name}, which needs {need}')
     if without == 'products' and sign == '+':
         raise UsageError(f'--without products is about multiplication; {name} has none')
+    if without and not per_head:
+        raise UsageError('--without leaves rows of single heads free: it goes with --per-head')
     first = 2 * n + 1
     seen, test = (arithmetic_text(*pairs.T, sign, n, order).to(device) for pairs in arithmetic_split(n, frac, seed))
 

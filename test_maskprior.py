@@ -1324,7 +1324,8 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'add3', '--frac', '0'], '--frac'), (['--task', 'mul3', '--frac', '1'], '--frac'), (['--task', 'add5', '--frac', '1e-11'], '--frac'),
     (['--task', 'mul3', '--heads', '2'], '--heads'), (['--task', 'add3', '--without', 'products'], '--without'),
     (['--task', 'add3', '--order', 'left'], '--order'), (['--task', 'cifar10', '--steps', '9'], '--epochs'),
-    (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device')])
+    (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device'),
+    (['--task', 'add3', '--without', 'carry', '--per-head', 'false'], '--per-head')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, capsys, options, says):
     code, line = refused(capsys, *options, '--out', tmp_path)
     assert code == 2 and says in line

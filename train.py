@@ -509,6 +509,8 @@ def command(main, script):
         code, says = 1, error
     except KeyboardInterrupt:
         code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if script == 'train.py' else '')
+    except MemoryError:
+        code, says = 1, 'out of memory'
     except RuntimeError as error:
         if not any(says in str(error) for says in ('out of memory', 'allocate memory')):      # a bug keeps its traceback
             raise

@@ -319,6 +319,8 @@ def main(argv=None):
     parser.add_argument('--write', action='store_true')
     parser.add_argument('--figures', action='store_true')
     args = parser.parse_args(argv)
+    if not args.results.is_dir():
+        parser.error(f'{args.results} is no folder')
     tables = sections(args.results)
     print('\n\n'.join(tables.values()))
     for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
