@@ -64,7 +64,6 @@ class Task:
     shown: tuple          # the metrics on the line that is printed at each evaluation
     summary: Callable     # (result) -> the lines that are printed at the end
     known: dict = field(default_factory=dict)  # what no training can change: the MDI's metrics, the size of the data
-    size: int = 0         # training examples in an epoch
     shifts: torch.Tensor = None  # [H, N, N] one-hot: the target attention of the arm impulse
 
 
@@ -710,7 +709,7 @@ def vision(name, data_dir, patch=None, image_size=None, pool='mean', positions='
                            rows=slice(0, 1 if pool == 'cls' else None), positions=positions, drop_path=drop_path),
                 distance=distance.to(device), batch=batch, loss=F.cross_entropy, evaluate=evaluate, probe=plain(x[some[:256]]),
                 fitted=lambda metrics: metrics['accuracy_seen'] >= 0.99, shown=('loss', 'accuracy_seen', 'accuracy'), summary=summary,
-                known=dict(training_examples=len(y)), size=len(y), shifts=shift_targets(*grid, heads).to(device))
+                known=dict(training_examples=len(y)), shifts=shift_targets(*grid, heads).to(device))
 
 
 # ----------------------------------------------------------------------------------------------------------- language

@@ -299,10 +299,11 @@ def held(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f'another run is at work in {folder}: choose another --name, or wait') from None
         yield
-    except BlockingIOError:
-        raise RunError(f'another run is at work in {folder}: choose another --name, or wait') from None
     finally:
         os.close(handle)
 
@@ -345,7 +346,7 @@ def train(settings, folder, task, model, target):
     Of several processes each takes its part of every batch; the first evaluates and writes.
     """
     if settings.epochs:
-        per_epoch = task.size / settings.batch
+        per_epoch = task.known['training_examples'] / settings.batch
         settings = dataclasses.replace(settings, steps=max(1, round(settings.epochs * per_epoch)),
                                        warmup=round(settings.warmup * per_epoch), eval_every=max(1, round(settings.eval_every * per_epoch)))
     rank, world = processes()
