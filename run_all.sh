@@ -152,7 +152,7 @@ vision_runs() {
     # hand has no number for its CIFAR-100 and ImageNet-100, nor for mimetic.
     for task in cifar10 cifar100 imagenet100; do
         for init in default mimetic impulse mask; do
-            echo "--task $task --init $init --width 192 --layers 12 --epochs 300 --batch 512 --warmup 10 --eval-every 10" \
+            echo "--task $task --init $init --width 192 --layers 12 --init-std 0.02 --epochs 300 --batch 512 --warmup 10 --eval-every 10" \
                  "--drop-path 0.1 --randaugment 2 --mixup 0.8 --cutmix 1 --erasing 0.25 --sdpa --compile --out $out/paper"
         done
     done

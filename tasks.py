@@ -641,13 +641,13 @@ SHIFTS = ((0, 0), (-1, 0), (0, 1), (1, 0), (0, -1), (-1, -1), (-1, 1), (1, -1), 
 
 
 def locality(rows, cols, heads=0):
-    """The prior's distance on a grid: 2 outside the 3 x 3 neighbourhood; or, for each of `heads`, [H, N, N], the squared distance
+    """The prior's distance on a grid: 4 outside the 3 x 3 neighbourhood; or, for each of `heads`, [H, N, N], the squared distance
     from the query's place moved by the head's shift, at most 9. Heads beyond nine begin again with the first shift.
     """
     place = torch.cartesian_prod(torch.arange(rows), torch.arange(cols))
     to = place[None] - place[:, None]                                              # [N, N, 2], from query i to key j; nothing wraps
     if not heads:
-        return 2. * (to.abs().amax(-1) > 1)
+        return 4. * (to.abs().amax(-1) > 1)
     return torch.stack([(to - torch.tensor(SHIFTS[h % 9])).square().sum(-1).clamp(max=9).float() for h in range(heads)])
 
 

@@ -922,14 +922,13 @@ def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, mon
     import vision_priors
     make_cifar(tmp_path / 'cifar-10-batches-py')
     no_fakes()
-    monkeypatch.setattr(sys, 'argv', ['vision_priors.py', str(tmp_path)])
     with pytest.raises(tasks.DataError, match='cifar10-mask-s0'):
-        vision_priors.main()
+        vision_priors.main([str(tmp_path)])
     for arm in ('mask', 'impulse'):
         train.main(['--task', 'cifar10', '--init', arm, '--data-dir', str(tmp_path), '--out', str(tmp_path), '--width', '48', '--layers', '2',
                     '--epochs', '1', '--batch', '20', '--warmup', '0'])
     monkeypatch.setenv('MASKPRIOR_DATA', str(tmp_path))
-    assert not vision_priors.main()
+    assert not vision_priors.main([str(tmp_path)])
     found = {what: torch.tensor(of) for what, of in json.loads((tmp_path / 'priors.json').read_text()).items()}
     assert sorted(found) == [f'{what}, {when}' for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)') for when in ('after', 'before')]
     for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)'):
@@ -938,7 +937,7 @@ def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, mon
             assert [divmod(int(head.argmax()), 8) for head in found[f'{what}, before']] == [(4, 4), (3, 4), (4, 5)]
     assert not torch.equal(found['impulse: attention, before'], found['impulse: attention, after'])
     (tmp_path / 'cifar10-mask-s0' / 'checkpoint.pt').unlink()
-    assert not vision_priors.main() and 'already' in capsys.readouterr().out
+    assert not vision_priors.main([str(tmp_path)]) and 'already' in capsys.readouterr().out
 
 
 def test_two_processes_train_as_one(tmp_path, no_fakes):
@@ -1605,7 +1604,7 @@ def test_the_tables_are_what_report_makes_of_the_runs():
     assert sorted(shown) == sorted(tables)
 
 
-def test_a_table_by_hand(tmp_path):
+def test_a_table_by_hand(tmp_path, capsys):
     for seed, (accuracy, fitted) in enumerate([(0.5, True), (0.7, False)]):
         folder = tmp_path / 'boolean' / f'maj3-mask-s{seed}'
         folder.mkdir(parents=True)
@@ -1617,6 +1616,11 @@ def test_a_table_by_hand(tmp_path):
     assert lines[2] == '| maj3, accuracy % |  |  |  |  |  |  | 60.00 ± 14.14 (1/2 not fitted) | 2 | 87, 100 |'
     assert lines[-1] == '| maj3 |  |  |  |  |  |  | 0.12 → 0.25 |'
     assert report.filled('a\n<!-- report: x -->\nold\nold\n<!-- /report -->\nb', {'x': 'new'}) == 'a\n<!-- report: x -->\nnew\n<!-- /report -->\nb'
+    (folder / 'result.json').write_text('{"seed": 1')                              # a run copied by halves
+    assert train.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and str(folder / 'result.json') in error
+    assert train.command(lambda: report.main([str(tmp_path / 'none')]), 'report.py') == 2
 
 
 def test_the_readmes_example_of_an_own_model():

@@ -120,8 +120,8 @@ class Settings:
 
 ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000, warmup=100, weight_decay=1.,
                 bf16=True)
-VISION = dict(width=96, heads=3, layers=6, positions='sincos', strength=1., level=2., per_head=True, epochs=20, eval_every=1,
-              warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
+VISION = dict(width=96, heads=3, layers=6, init_std=0.06, positions='sincos', strength=0.5, level=2., per_head=True, epochs=12,
+              eval_every=1, warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
 LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=1000, batch=64, lr=2e-3, warmup=100,
                 eval_every=250, weight_decay=0.1, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: results/README.md

@@ -15,7 +15,8 @@ from statistics import mean, stdev
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import theory
-from tasks import BOOLEAN, PAPER
+import train
+from tasks import BOOLEAN, PAPER, RunError, UsageError
 
 ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
 
@@ -23,10 +24,11 @@ ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'ali
 def read(folder):
     """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`."""
     rows = defaultdict(list)
-    for path in sorted(folder.glob('*/result.json')):
-        log = [json.loads(line) for line in (path.parent / 'log.jsonl').read_text().splitlines()]
-        config = json.loads((path.parent / 'config.json').read_text())
-        rows[path.parent.name.rsplit('-s', 1)[0]].append((config['settings'], json.loads(path.read_text()), log))
+    for result in sorted(folder.glob('*/result.json')):
+        run = result.parent
+        rows[run.name.rsplit('-s', 1)[0]].append((
+            train.read(run / 'config.json', lambda p: json.loads(p.read_text())['settings']), train.read(result, lambda p: json.loads(p.read_text())),
+            train.read(run / 'log.jsonl', lambda p: [json.loads(line) for line in p.read_text().splitlines()])))
     return rows
 
 
@@ -320,22 +322,20 @@ def main(argv=None):
     parser.add_argument('--figures', action='store_true')
     args = parser.parse_args(argv)
     if not args.results.is_dir():
-        parser.error(f'{args.results} is no folder')
+        raise UsageError(f'{args.results} is no folder')
     tables = sections(args.results)
     print('\n\n'.join(tables.values()))
     for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
         path.write_text(filled(path.read_text(encoding='utf-8'), tables), encoding='utf-8')
     if args.figures:
         try:
-            import matplotlib
+            from matplotlib import pyplot
         except ImportError:
-            sys.exit('report.py: the figures need matplotlib: pip install matplotlib')
-        matplotlib.use('Agg')
-        from matplotlib import pyplot
+            raise RunError('the figures need matplotlib: pip install matplotlib') from None
         for name, figure in FIGURES.items():
             if (args.results / name).exists():
                 figure(pyplot, args.results)
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(train.command(main, 'report.py'))

@@ -99,11 +99,9 @@ def summary(logs):
 def figure(logs, path):
     """Rows: optimisers. Columns: gradient norms, relative change, what each part alone moves, prior_tv."""
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError:
         return print('theory_training.py: no figure, matplotlib is not installed', file=sys.stderr)
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
     columns = {'gradient norm': [f'gradient {n}' for n in WEIGHTS], 'relative change': [f'change {n}' for n in WEIGHTS],
                'TV moved by each part alone': [f'moved by {n}' for n in ('M', 'QK', 'rest')], 'prior_tv': ['prior_tv']}
     fig, axes = pyplot.subplots(len(OPTIMISERS), len(columns), figsize=(18, 7.5), sharex='row', sharey='col')

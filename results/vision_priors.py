@@ -3,6 +3,7 @@
 From the checkpoints of cifar10-mask-s0 and cifar10-impulse-s0, for the patch in the middle of the grid and each head, means over
 the layers: sigmoid(M), and the attention on 256 training images, before and after. Writes priors.png and its numbers, priors.json.
 """
+import argparse
 import json
 import os
 import sys
@@ -37,9 +38,10 @@ def maps(folder):
 
 
 def figure(found, path):
-    import matplotlib
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return print('vision_priors.py: no figure, matplotlib is not installed', file=sys.stderr)
     heads = max(map(len, found.values()))
     fig, axes = pyplot.subplots(len(found), heads, figsize=(2 * heads + 2.5, 2 * len(found)), squeeze=False)
     for row, (what, of) in zip(axes, sorted(found.items(), reverse=True)):
@@ -51,8 +53,10 @@ def figure(found, path):
     fig.savefig(path, dpi=110)
 
 
-def main():
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / 'vision'
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('runs', nargs='?', type=Path, default=HERE / 'vision')
+    out = parser.parse_args(argv).runs
     absent = [path for arm in ('mask', 'impulse') if not (path := out / f'cifar10-{arm}-s0' / 'checkpoint.pt').exists()]
     if absent and (out / 'priors.json').exists():
         return print(f'{out}/priors.json is already there')
@@ -60,10 +64,7 @@ def main():
         raise tasks.DataError(f'{absent[0]} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
     found = maps(out / 'cifar10-mask-s0') | maps(out / 'cifar10-impulse-s0')
     train.write_json(out / 'priors.json', {what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
-    try:
-        figure(found, out / 'priors.png')
-    except ImportError:
-        print('vision_priors.py: no figure, matplotlib is not installed', file=sys.stderr)
+    figure(found, out / 'priors.png')
 
 
 if __name__ == '__main__':
