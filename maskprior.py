@@ -398,13 +398,15 @@ ARMS = {
 }
 
 
-def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0):
+def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0, mimetic_v=False):
     """Writes the prior M0 into a built model by the way of `arm`; x [B, N] are training inputs, for the QK arms.
 
-    `shifts` is the target of impulse. No arm draws from the global random state or touches a weight that is not its own: the
+    `shifts` is the target of impulse; `mimetic_v` gives any arm the W_V and W_proj that mimetic and impulse have. No arm draws from the global random state or touches a weight that is not its own: the
     rest stays bit-identical.
     """
     generator = torch.Generator().manual_seed(seed)
+    if mimetic_v:
+        init_mimetic(model, generator, qk=False)
     if arm == 'mask':
         init_mask(model, M0, freeze, tie)
     elif arm == 'qk-svd':

@@ -141,6 +141,8 @@ vision_runs() {
         for init in default mimetic impulse mask; do row cifar10-$init --task cifar10 --init $init $short; done
         row cifar10-mask-shared --task cifar10 --init mask --per-head false $short
         [ $size = full ] || continue
+        # The V and projection of mimetic and impulse, without their Q and K: nothing, or the mask, says where to look
+        for init in default mask; do row cifar10-$init-mimetic-v --task cifar10 --init $init --mimetic-v; done
         for init in default mask; do row imagenet100-$init --task imagenet100 --image-size 64 --patch 8 --init $init; done
     done
     [ $size = full ] || return 0

@@ -799,6 +799,17 @@ def test_mimetic_products_have_their_diagonals():
     assert torch.allclose(F.linear(F.linear(x, attn.v.weight), attn.proj.weight), x @ product, atol=1e-4)
 
 
+def test_an_arm_with_mimetics_v_differs_from_mimetic_in_q_and_k_alone(no_fakes, tmp_path):
+    make_cifar(tmp_path / 'cifar-10-batches-py')
+    no_fakes()
+    weights = {}
+    for name, options in {'mimetic': ['mimetic'], 'impulse': ['impulse'], 'mask': ['mask', '--mimetic-v']}.items():
+        _, model, _ = train.build(train.parse(['--task', 'cifar10', '--data-dir', str(tmp_path), '--layers', '2', '--init', *options]))
+        weights[name] = {n: p for n, p in model.named_parameters() if not n.endswith(('M', 'q.weight', 'k.weight'))}
+    for other in (weights['impulse'], weights['mask']):
+        assert other.keys() == weights['mimetic'].keys() and all(torch.equal(p, other[n]) for n, p in weights['mimetic'].items())
+
+
 def test_factors_error_is_the_discarded_singular_values():
     A = torch.eye(6).roll(1, 1) * torch.arange(1., 7)                              # a shift by one: not symmetric
     for rank in (2, 6):

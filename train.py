@@ -87,6 +87,7 @@ class Settings:
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
     freeze_mask: bool = setting(False, 'M does not learn')
     tie_mask: bool = setting(False, 'one entry of M for each distance: it goes on beyond the context', tasks=tasks.LANGUAGE)
+    mimetic_v: bool = setting(False, 'W_V and W_proj as mimetic and impulse have them, for another arm', tasks=tasks.VISION)
     # the model
     width: int = setting(64, 'D; ours')
     heads: int = setting(4, 'H; ours')
@@ -188,6 +189,7 @@ def parse(argv):
             (s.tie_mask and s.init != 'mask', f'--tie-mask goes with --init mask; there is no mask in --init {s.init}'),
             (s.positions == ('none' if s.task in tasks.VISION else 'sincos'), f'--positions {s.positions} is not for {s.task}'),
             (s.init in ('mimetic', 'impulse') and s.task not in tasks.VISION, f'--init {s.init} is about images; {s.task} has none'),
+            (s.mimetic_v and s.init in ('mimetic', 'impulse'), f'--mimetic-v is what --init {s.init} has anyway'),
             ((s.mixup or s.cutmix) and s.batch % 2, f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even'),
             (s.overwrite and s.resume, '--overwrite starts over and --resume goes on: choose one'),
             ('steps' in given and s.epochs, f'--steps says nothing about {s.task}, which counts epochs: --epochs'),
@@ -216,7 +218,8 @@ def listing():
     for task in TASKS:
         data = ('no data' if task not in tasks.PLACES else f'{" or ".join(tasks.PLACES[task])} in --data-dir'
                 + (f' (python tasks.py download {task})' if task in tasks.DOWNLOADS else ' (from image-net.org, by hand)'))
-        yield f'  {task:12} needs {data}; sets ' + ' '.join(f'{option(k)} {v}' for k, v in RECIPES.get(task, {}).items())
+        own = ' '.join(f'{option(k)} {v}' for k, v in RECIPES.get(task, {}).items())
+        yield f'  {task:12} needs {data}' + (f'; sets {own}' if own else '')
     yield 'arms: --init NAME, where the prior is written'
     yield from (f'  {arm:12} {where}' for arm, where in maskprior.ARMS.items())
 
@@ -245,7 +248,8 @@ def build(settings):
         target = task.shifts if settings.init == 'impulse' else maskprior.target_attention(M0, allowed)
         if not maskprior.asking_rows(target, allowed).any():
             raise ValueError('it puts no pair of tokens above another')
-        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask, settings.tie_mask, task.shifts, settings.seed)
+        maskprior.init_arm(model, settings.init, M0, task.probe, settings.freeze_mask, settings.tie_mask, task.shifts, settings.seed,
+                           settings.mimetic_v)
     except (ValueError, torch.linalg.LinAlgError) as error:
         raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
     return task, model, target

@@ -266,10 +266,11 @@ def training_figure(plt, results, section, tasks, metric):
     """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
     for task, arm, runs in by_arm(read(results / section)):
-        if task in tasks and arm in ARMS and arm != 'default-10x':
+        of = arm.removesuffix('-mimetic-v')                                        # dashed
+        if task in tasks and of in ARMS and arm != 'default-10x':
             points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
             for axis, key in zip(axes[:, tasks.index(task)], (metric, 'prior_tv')):
-                axis.plot([p[0]['step'] for p in points], [mean(r[key] for r in p) for p in points], f'C{ARMS.index(arm)}', label=arm)
+                axis.plot([p[0]['step'] for p in points], [mean(r[key] for r in p) for p in points], f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
                 axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
     for axis in axes[0]:
         axis.legend()
