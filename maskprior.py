@@ -150,7 +150,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, W, target, gradients=True, chunk=128):
-        device, loss, grad_x, grad_W = x.device.type, 0., torch.empty_like(x), torch.zeros_like(W)
+        device, loss = x.device.type, 0.
+        grad_x, grad_W = (torch.empty_like(x), torch.zeros_like(W)) if gradients else (None, None)
         if torch.is_autocast_enabled(device):
             x, W = (t.to(torch.get_autocast_dtype(device)) for t in (x, W))
         with torch.autocast(device, enabled=False):                                # the types are chosen here
@@ -161,8 +162,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 loss = loss - p.clamp_min(torch.finfo(p.dtype).tiny).log().sum()
                 if gradients:
                     grad[own] -= 1.
-                    grad_x[rows] = grad @ W                                        # fp32 sums of what is bf16 under autocast
-                    grad_W += grad.T @ x[rows]
+                    grad_x[rows] = grad @ W
+                    grad_W += grad.T @ x[rows]                                     # an fp32 sum of what is bf16 under autocast
         ctx.save_for_backward(grad_x, grad_W)
         return loss / len(x)
 
@@ -179,7 +180,7 @@ class Transformer(nn.Module):
     N may be less in use. `class_token`: a learned one more before the others. `causal`: a token sees no later one.
     `pool`: 'sum' or 'mean' of the tokens read, or None.
     Token embedding N(0, 1); positional embedding 'learned', N(0, pos_std^2): how far the residual stream can tell two tokens
-    apart other than by attention; fixed, 'sincos'; or 'none'. Linear layers N(0, init_std^2), zero biases. `tied`: the
+    apart other than by attention; fixed, 'sincos'; or 'none'. Linear layers N(0, init_std^2), zero biases; patches as torch has it. `tied`: the
     embedding is the output layer too, and begins like one. `drop_path`: stochastic depth, from 0 in the first block to this in the last.
     """
 
@@ -233,7 +234,7 @@ def layer_inputs(model, x):
     for block in model.blocks:
         yield block.attn, block.norm1(x)
         if block is not model.blocks[-1]:
-            x = block(x)
+            x = block(x).detach()                                                  # qk-opt needs no gradient beyond a layer
 
 
 # -------------------------------------------------------------------------------------------------------------- priors
@@ -241,7 +242,7 @@ def layer_inputs(model, x):
 def prior_matrix(distance, strength, level):
     """M0 whose attention is softmax(-strength * distance), from the interaction structure.
 
-    `distance` >= 0, [N, N] or [H, N, N]: 0 where query i needs key j; 1 where it doesn't, or more with more. `level` is M at
+    `distance` >= 0, [N, N] or [H, N, N]: 0 where query i needs key j, and the more the less it does. `level` is M at
     distance 0; `strength`, in nats, is how far below that the bias lies at distance 1. The two are separate choices because
     softmax sees only the strength, while the gradient carries sigmoid(-M): 28 times less at level 4 than at 0. (SGD is slower
     by that; Adam rescales it away.) strength = level = 4 gives M0 = +4 and -4.
@@ -352,8 +353,8 @@ def init_mimetic(model, generator, qk=True):
         attn, D = block.attn, block.attn.q.in_features
         Z = torch.randn(attn.H + 1, D, D, generator=generator).to(attn.q.weight) / math.sqrt(D)
         I = torch.eye(D, device=Z.device)
-        for linear, factor in zip((attn.q, attn.k), factors(0.7 * Z[1:] + 0.7 * I, D // attn.H)):
-            if qk:
+        if qk:
+            for linear, factor in zip((attn.q, attn.k), factors(0.7 * Z[1:] + 0.7 * I, D // attn.H)):
                 linear.weight.copy_(factor.mT.flatten(0, 1))                                 # [H, d, D] -> [D, D]
         left, right = factors(0.4 * Z[0] - 0.4 * I, D)
         attn.v.weight.copy_(left.T)
@@ -383,6 +384,8 @@ def init_impulse(model, target, generator, gain=320.):
         left, right = factors(gain * math.sqrt(d) * inverse @ target.double() @ inverse.mT, d)
         if torch.equal(((P @ left) @ (P @ right).mT).argmax(-1), target.argmax(-1)):
             break
+    else:
+        raise ValueError(f'no rank of the positions holds the shifts at a width of {D} with {len(target)} heads: a larger --width')
     for block in model.blocks:
         block.attn.q.weight.copy_(left.mT.flatten(0, 1))                                     # [H, d, D] -> [D, D]
         block.attn.k.weight.copy_(right.mT.flatten(0, 1))
@@ -399,7 +402,7 @@ ARMS = {
 
 
 def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0, mimetic_v=False):
-    """Writes the prior M0 into a built model by the way of `arm`; x [B, N] are training inputs, for the QK arms.
+    """Writes the prior M0 into a built model by the way of `arm`; x are training inputs, [B, N] or images, for the QK arms.
 
     `shifts` is the target of impulse; `mimetic_v` gives any arm the W_V and W_proj that mimetic and impulse have. No arm draws from the global random state or touches a weight that is not its own: the
     rest stays bit-identical.

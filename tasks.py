@@ -55,11 +55,11 @@ def replacing(path):
 @dataclass
 class Task:
     model: dict           # arguments of maskprior.Transformer: inputs, grid, outputs, rows, pool, causal, ...
-    distance: torch.Tensor  # interaction structure, [N, N] or [H, N, N]: 0 where query i needs key j, else 1 or more
+    distance: torch.Tensor  # interaction structure, [N, N] or [H, N, N]: 0 where query i needs key j, and the more the less it does
     batch: Callable       # (generator, size, step, part) -> inputs and targets of the training set; of the batch, a part
     loss: Callable        # (outputs of the model, targets) -> scalar; None: the model's own, of a large vocabulary
     evaluate: Callable    # (predict: inputs -> outputs, without gradients; last) -> {metric: number, or details}, loss_seen among them
-    probe: torch.Tensor   # [P, N] fixed training inputs, for prior_tv and the QK arms
+    probe: torch.Tensor   # fixed training inputs, [P, N] or images, for prior_tv and the QK arms
     fitted: Callable      # (metrics) -> whether the training set is fitted: else the arm says nothing about extrapolation; None: no such question
     shown: tuple          # the metrics on the line that is printed at each evaluation
     summary: Callable     # (result) -> the lines that are printed at the end
@@ -692,9 +692,10 @@ def vision(name, data_dir, patch=None, image_size=None, pool='mean', positions='
     def evaluate(predict, last=False):
         def score(x, y):
             outputs = torch.cat([predict(plain(part)) for part in x.split(1000)])
-            return (outputs.argmax(1) == y).float().mean().item(), F.cross_entropy(outputs, y).item()
-        (accuracy, loss), (seen, loss_seen) = score(test_x, test_y), score(x[some], y[some])
-        return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
+            right = outputs.topk(min(5, classes)).indices == y[:, None]
+            return right[:, 0].float().mean().item(), right.any(1).float().mean().item(), F.cross_entropy(outputs, y).item()
+        (top1, top5, loss), (seen, _, loss_seen) = score(test_x, test_y), score(x[some], y[some])
+        return {'accuracy': top1, 'top1': top1, 'top5': top5, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
 
     def summary(result):
         paper = PAPER.get((name, result['init']))
@@ -716,6 +717,7 @@ def vision(name, data_dir, patch=None, image_size=None, pool='mean', positions='
 
 LANGUAGE = ('wikitext2', 'tinystories')
 STORIES_VOCABULARY = 4096
+EVAL_BATCH = 64                                                                    # windows; the perplexity doesn't depend on it
 
 
 def read_text(path):
@@ -748,8 +750,8 @@ def story_words(text):
 def corpus(name, data_dir):
     """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, the most frequent first, <unk> in it.
 
-    wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories for test and the 5 % before
-    for validation, the 4,096 most frequent words.
+    wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories (at most 1,000) for test and as
+    many before for validation, the 4,096 most frequent words.
     """
     path, first = find(name, data_dir), {}                                         # first: {word: its place in the order of appearance}
     def number(words):                                                             # at once: 2 GB of stories are too many str
@@ -758,7 +760,7 @@ def corpus(name, data_dir):
         parts = {split: [number(wikitext_words(read_text(path.with_stem(split))))] for split in ('train', 'valid', 'test')}
     else:
         stories = [number(story) for story in story_words(read_text(path))]
-        held = max(1, len(stories) // 20)
+        held = min(max(1, len(stories) // 20), 1000)                               # 200,000 words say enough
         parts = {'train': stories[:-2 * held], 'valid': stories[-2 * held:-held], 'test': stories[-held:]}
     for split, part in parts.items():
         if not sum(map(len, part)):
@@ -799,7 +801,7 @@ def total_loss(predict, ids, start, N, batch):
     return total
 
 
-def language(name, data_dir, context=64, positions='learned', per_head=True, heads=4, eval_batch=64, device='cpu'):
+def language(name, data_dir, context=64, positions='learned', per_head=True, heads=4, device='cpu'):
     """Next-word prediction in windows of `context` words, measured by perplexity = exp(total loss / predicted words).
 
     Without positions the model is made for 4 times the context, and is measured at 2 and 4 times what it was trained at.
@@ -817,7 +819,7 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
         return text[:, :-1], text[:, 1:]
 
     def perplexity(predict, split, N=context):
-        return math.exp(min(80., total_loss(predict, ids[split], start, N, eval_batch) / len(ids[split])))
+        return math.exp(min(total_loss(predict, ids[split], start, N, EVAL_BATCH) / len(ids[split]), 80.))        # NaN stays NaN
 
     def sample(predict, words=40):
         generator, text = torch.Generator().manual_seed(0), [start]
@@ -829,7 +831,8 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
     def evaluate(predict, last=False):
         found = {'perplexity': perplexity(predict, 'valid')}
         found['loss'] = math.log(found['perplexity'])
-        found['loss_seen'] = predict(train[None, :context], train[None, 1:context + 1]).item()
+        some = train[:EVAL_BATCH * context]
+        found['loss_seen'] = total_loss(predict, some, start, context, EVAL_BATCH) / len(some)
         if last:
             found |= {'perplexity_test': perplexity(predict, 'test'), 'sample': sample(predict)}
             if positions == 'none':
@@ -849,7 +852,7 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
     return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
                 distance=(distance if per_head else distance.mean(0)).to(device), batch=batch, loss=None, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: None, shown=('perplexity', 'loss_seen'),
-                summary=summary, known=dict(training_examples=len(train)))
+                summary=summary, known=dict(training_examples=len(train), tokens=len(ids['valid'])))
 
 
 # ------------------------------------------------------------------------------------------- where data is, and comes from
@@ -859,7 +862,7 @@ PLACES = {  # in data_dir; the first that is there is taken
     'cifar100': ('cifar-100-python', 'cifar-100-python.tar.gz', 'cifar-100-binary', 'cifar-100-binary.tar.gz'),
     'imagenet100': ('imagenet100/train',),
     'wikitext2': ('wikitext-2/train.txt',),
-    'tinystories': ('tinystories/TinyStories-train*.txt',),
+    'tinystories': ('tinystories/TinyStories-train.txt', 'tinystories/TinyStories-train*.txt'),
 }
 WEB = {'toronto': 'https://www.cs.toronto.edu/~kriz', 'stories': 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main',
        'wikitext': 'https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2'}

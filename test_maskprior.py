@@ -247,8 +247,10 @@ def test_relative_change_by_hand():
 
 def test_frozen_mask_does_not_learn():
     for options, learns in (([], True), (['--freeze-mask'], False), (['--freeze-mask', 'false'], True)):
-        _, model, _ = tiny('mask', *options)
-        assert model.blocks[0].attn.M.requires_grad == learns
+        task, model, _ = tiny('mask', *options)
+        settings, before = train.parse([]), model.blocks[0].attn.M.detach().clone()
+        train.update(model, train.make_optimiser(model, settings), task, settings, *task.batch(torch.Generator().manual_seed(0), 64))
+        assert torch.equal(model.blocks[0].attn.M, before) != learns
 
 
 def test_a_wrong_and_a_noisy_prior():
@@ -970,7 +972,9 @@ def test_two_processes_train_as_one(tmp_path, no_fakes):
 # ------------------------------------------------------------------------------------------------------------ language
 
 DATA = os.environ.get('MASKPRIOR_DATA')
-real_data = pytest.mark.skipif(not DATA, reason='MASKPRIOR_DATA is not set: nothing is tested on real data')
+def real_data(name):
+    there = DATA and any(any(Path(DATA).glob(place)) for place in tasks.PLACES[name])
+    return pytest.mark.skipif(not there, reason=f'MASKPRIOR_DATA is {DATA or "not set"}: nothing is tested on the real {name}')
 
 
 def lm(V=11, N=6, H=2, arm='default', **more):
@@ -1144,7 +1148,7 @@ def test_a_language_run_on_files_shorter_than_the_context(tmp_path, options):
     assert ('perplexity_4x' in result) == ('none' in options)
 
 
-@real_data
+@real_data('wikitext2')
 def test_the_real_wikitext2_has_its_published_sizes():
     ids, vocabulary = tasks.corpus('wikitext2', DATA)
     assert {s: len(i) for s, i in ids.items()} == {'train': 2_088_628, 'valid': 217_646, 'test': 245_569}
@@ -1155,24 +1159,35 @@ def test_the_real_wikitext2_has_its_published_sizes():
         assert len(data) == size and hashlib.md5(data).hexdigest() == md5
 
 
-@real_data
-def test_the_real_sample_of_tinystories():
+@real_data('tinystories')
+def test_the_real_tinystories():
     ids, vocabulary = tasks.corpus('tinystories', DATA)
     ends = {split: (i == vocabulary.index('<eos>')).sum() for split, i in ids.items()}
-    assert sum(ends.values()) == 2316 and len(vocabulary) == 4096 and ends['test'] == ends['valid'] == 115
+    assert len(vocabulary) == 4096 and ends['test'] == ends['valid'] == min(1000, (sum(ends.values())) // 20)
+    if 'first2MiB' in tasks.find('tinystories', DATA).name:
+        assert sum(ends.values()) == 2316
 
 
-@real_data
-def test_the_real_images(tmp_path):
+@real_data('cifar10')
+def test_the_real_cifar10():
     (x, y), (test_x, test_y) = tasks.cifar('cifar10', DATA)
-    assert len(y) == 10_000 and len(test_y) == 2_000 and y.bincount().tolist() == [1000] * 10
+    assert (len(y), len(test_y)) in ((50_000, 10_000), (10_000, 2_000)) and y.bincount().tolist() == [len(y) // 10] * 10
     mean = x.float().div(255).mean((0, 2, 3))
     assert (mean - torch.tensor(tasks.VISION['cifar10'][3])).abs().max() < 0.01 and x.float().std((0, 2, 3)).min() > 50
+
+
+@real_data('cifar100')
+def test_the_real_cifar100():
     (x, y), _ = tasks.cifar('cifar100', DATA)
-    assert len(y) == 5
-    if importlib.util.find_spec('PIL'):
-        files = tasks.image_files(Path(DATA) / 'imagenet100_fullsize', 'train', None)
-        assert len(files) == 100 and tasks.decoded([f[0] for f in files.values()], 64, tmp_path).shape == (100, 3, 64, 64)
+    assert len(y) in (50_000, 5) and x.shape == (len(y), 3, 32, 32)
+
+
+@real_data('imagenet100')
+def test_real_imagenet_files_of_any_size(tmp_path):
+    pytest.importorskip('PIL')
+    root = Path(DATA) / 'imagenet100_fullsize'                                     # a file of each class as ImageNet has it
+    files = tasks.image_files(root if root.exists() else root.with_name('imagenet100'), 'train', None)
+    assert len(files) > 1 and tasks.decoded([f[0] for f in files.values()], 64, tmp_path).shape == (len(files), 3, 64, 64)
 
 
 # -------------------------------------------------------------------------------------------------------------- theory
@@ -1413,7 +1428,9 @@ def test_resume_equals_an_undisturbed_run(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(tasks.UsageError, match='--resume'):
         train.main([*SMALL, '--out', str(tmp_path), '--name', 'cut'])
+    monkeypatch.setattr(train, 'commit', lambda: 'later')
     train.main([*SMALL, '--out', str(tmp_path), '--name', 'cut', '--resume'])
+    assert json.loads((tmp_path / 'cut' / 'config.json').read_text())['commit'].endswith('later')
     whole, cut = (torch.load(tmp_path / n / 'checkpoint.pt', weights_only=True) for n in ('whole', 'cut'))
     assert all(torch.equal(w, cut['model'][name]) for name, w in whole['model'].items())
     assert [r['loss'] for r in whole['log']] == [r['loss'] for r in cut['log']]
@@ -1553,9 +1570,13 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     done = subprocess.run(['bash', 'run_all.sh', 'booleans'], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and 'booleans' in done.stderr
     (tmp_path / 'results' / 'unfinished.py').write_text('raise SystemExit(3)')     # no data for any run
-    (tmp_path / 'results' / 'report.py').write_text('print("table")')
-    done = subprocess.run(['bash', 'run_all.sh', 'vision', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and 'not wholly: vision boolean' in done.stderr and 'table' in done.stdout
+    (tmp_path / 'results' / 'report.py').write_text('import os, sys; print("table", os.listdir(sys.argv[1]))')
+    done = subprocess.run(['bash', 'run_all.sh', 'quick', 'vision', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and 'not wholly: vision boolean' in done.stderr and 'table []' in done.stdout
+    (tmp_path / 'runs' / 'quick' / 'theory').mkdir()
+    (tmp_path / 'runs' / 'quick' / 'theory' / 'theory.json').write_text('{\n "failed": ["a bound"]}')
+    (tmp_path / 'theory.py').write_text('raise SystemExit(1)')                     # a failed check isn't taken for a finished one
+    assert subprocess.run(['bash', 'run_all.sh', 'quick', 'theory'], cwd=tmp_path, capture_output=True, env=environment).returncode == 1
 
 
 def asked_of_train(folder, *arguments, **environment):
@@ -1568,11 +1589,11 @@ def asked_of_train(folder, *arguments, **environment):
     return [line.split()[1:] for line in (folder / 'asked').read_text().splitlines() if line.startswith('train.py')]
 
 
-@pytest.mark.parametrize('size, runs', [('quick', 37), ('full', 290)])
+@pytest.mark.parametrize('size, runs', [('quick', 37), ('full', 340)])
 def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
     asked = asked_of_train(tmp_path, *(['quick'] if size == 'quick' else []), 'boolean', 'arithmetic', 'vision', 'language')
     folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]
-    assert runs <= len(folders) == len(set(folders))                               # no two runs share a folder
+    assert runs == len(folders) == len(set(folders))                               # no two runs share a folder
     assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)
 
 
@@ -1588,19 +1609,17 @@ def test_a_finished_run_is_not_asked_for_again(tmp_path):
     assert done.returncode == 2 and '--lr' in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(tmp_path, no_fakes):
+@pytest.mark.parametrize('task', tasks.VISION)
+def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(task, tmp_path, no_fakes):
     asked = [a for a in asked_of_train(tmp_path, 'vision', DEVICE='cuda') if '--compile' in a]
     assert len(asked) == 12
     for name in ('cifar10', 'cifar100'):
         make_cifar(tmp_path / {'cifar10': 'cifar-10-batches-py', 'cifar100': 'cifar-100-python'}[name], name=name, n=8)
     no_fakes()
-    if (pillow := importlib.util.find_spec('PIL')):
+    if task == 'imagenet100':
+        pytest.importorskip('PIL')
         make_imagenet(tmp_path)
-    else:
-        print('Pillow is not installed: the runs on ImageNet-100 are not tried')
-    for i, options in enumerate(asked):
-        if 'imagenet100' in options and not pillow:
-            continue
+    for i, options in enumerate(a for a in asked if task in a):
         train.main([*options, '--device', 'cpu', '--compile', 'false', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1', '--data-dir', str(tmp_path),
                     '--out', str(tmp_path), '--cache', str(tmp_path / 'cache'), '--name', str(i)])
         result = json.loads((tmp_path / str(i) / 'result.json').read_text())
@@ -1682,5 +1701,5 @@ def test_the_readmes_first_run_extrapolates(tmp_path):
         train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '1000'])
         results[init] = json.loads((tmp_path / f'parity2-{init}-s0' / 'result.json').read_text())
     mask, default = results['mask'], results['default']
-    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029 and mask['seconds'] < 60
+    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029
     assert default['fitted'] and default['accuracy'] == 0.75 and default['fourier']['x0*x1'] < 0.6

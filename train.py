@@ -190,6 +190,7 @@ def parse(argv):
             (s.positions == ('none' if s.task in tasks.VISION else 'sincos'), f'--positions {s.positions} is not for {s.task}'),
             (s.init in ('mimetic', 'impulse') and s.task not in tasks.VISION, f'--init {s.init} is about images; {s.task} has none'),
             (s.mimetic_v and s.init in ('mimetic', 'impulse'), f'--mimetic-v is what --init {s.init} has anyway'),
+            (s.task == 'imagenet100' and s.crop == 'pad', '--crop pad is for CIFAR; imagenet100 has its images larger, for --crop resized'),
             ((s.mixup or s.cutmix) and s.batch % 2, f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even'),
             (s.overwrite and s.resume, '--overwrite starts over and --resume goes on: choose one'),
             ('steps' in given and s.epochs, f'--steps says nothing about {s.task}, which counts epochs: --epochs'),
@@ -368,12 +369,12 @@ def train(settings, folder, task, model, target):
             return model(x, target).float()
 
     def restore(path):
-        saved = torch.load(path, weights_only=True, map_location=settings.device)
+        saved = torch.load(path, weights_only=True, map_location='cpu')       # AdamW keeps its step count there
         if saved.get('data') != task.known.get('training_examples'):
             raise UsageError(f'{path} comes from other data, {saved["data"]} training examples: choose another --out or --name')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
-        generator.set_state(saved['generator'].cpu())
+        generator.set_state(saved['generator'])
         return saved['step'], saved['seconds'], saved['log']
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
@@ -491,9 +492,12 @@ def main(argv=None):
     with held(folder):
         for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
             (folder / name).unlink(missing_ok=True)
+        commits = [commit()]
+        if settings.resume and (folder / 'config.json').exists():                  # the code of every part of the run
+            commits = [*(read(folder / 'config.json', lambda p: json.loads(p.read_text())).get('commit') or '').split(', '), *commits]
         write_json(folder / 'config.json', dict(
             settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
-            threads=torch.get_num_threads(), processes=world, commit=commit()))
+            threads=torch.get_num_threads(), processes=world, commit=', '.join(dict.fromkeys(filter(None, commits))) or None))
         result = train(settings, folder, *built)
         write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))

@@ -4,7 +4,6 @@ Writes results/bench/bench.json and prints it as tables. Forward, backward and o
 made up (random images, random words), so that nothing has to be there. --threads, --device, --seconds (for each number).
 """
 import argparse
-import json
 import math
 import resource
 import statistics

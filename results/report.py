@@ -135,7 +135,7 @@ def boolean(results):
         """prior_tv and unseen accuracy, means over the seeds, at the first three evaluations and the last."""
         points = list(zip(*(log for _, _, log in runs)))                           # [evaluations][seeds]
         return ' → '.join(f'step {rows[0]["step"]}: {mean(r["prior_tv"] for r in rows):.2f}, '
-                          f'{mean(r["accuracy_unseen"] for r in rows):.0%}' for rows in points[:3] + points[-1:])
+                          f'{mean(r["accuracy_unseen"] for r in rows):.0%}' for rows in points[:3] + points[3:][-1:])
     yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'],
                      ([task, arm, *(spread(values(runs, f'change_{w}'), 3) for w in ('M', 'W_Q', 'W_K')), curve(runs)]
                       for task, arm, runs in by_arm(rows)))
@@ -234,16 +234,18 @@ def arithmetic_figure(plt, results):
 
 def vision(results):
     yield '**Vision** (`bash run_all.sh vision`)\n'
-    def lines(folder):
+    def lines(folder, paper=False):
         for task, arm, runs in by_arm(read(folder)):
-            right, half = values(runs, 'accuracy', 100), [100 * log[len(log) // 2]['accuracy'] for _, _, log in runs]
+            right = values(runs, 'accuracy', 100)
+            half = [100 * min(log, key=lambda row: abs(row['step'] - result['steps'] / 2))['accuracy'] for _, result, log in runs]
             yield [task, f'{runs[0][1]["training_examples"]:,}', arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
-                   f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs')]
+                   f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs'),
+                   *([f'{100 * PAPER.get((task, arm), {}).get("accuracy", math.nan):.2f}'.replace('nan', '')] if paper else [])]
     header = ['task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds']
     yield from table(header, lines(results / 'vision'))
     if (results / 'vision' / 'paper').exists():
         yield '**At the paper\'s size**\n'
-        yield from table(header, lines(results / 'vision' / 'paper'))
+        yield from table([*header, 'paper'], lines(results / 'vision' / 'paper', True))
 
 
 def language(results):
@@ -324,6 +326,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.results.is_dir():
         raise UsageError(f'{args.results} is no folder')
+    if args.write and args.results.resolve() != HERE:
+        raise UsageError(f'--write puts the tables of {HERE} into the READMEs, not those of {args.results}')
     tables = sections(args.results)
     print('\n\n'.join(tables.values()))
     for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
