@@ -1429,7 +1429,9 @@ def test_resume_equals_an_undisturbed_run(tmp_path, monkeypatch):
     with pytest.raises(tasks.UsageError, match='--resume'):
         train.main([*SMALL, '--out', str(tmp_path), '--name', 'cut'])
     monkeypatch.setattr(train, 'commit', lambda: 'later')
+    (tmp_path / 'cut' / 'checkpoint.pt.17.tmp').write_text('half')                 # of a save that was killed
     train.main([*SMALL, '--out', str(tmp_path), '--name', 'cut', '--resume'])
+    assert not list((tmp_path / 'cut').glob('*.tmp'))
     assert json.loads((tmp_path / 'cut' / 'config.json').read_text())['commit'].endswith('later')
     whole, cut = (torch.load(tmp_path / n / 'checkpoint.pt', weights_only=True) for n in ('whole', 'cut'))
     assert all(torch.equal(w, cut['model'][name]) for name, w in whole['model'].items())

@@ -123,8 +123,8 @@ ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, e
                 bf16=True)
 VISION = dict(width=96, heads=3, layers=6, init_std=0.06, positions='sincos', strength=0.5, level=2., per_head=True, epochs=12,
               eval_every=1, warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
-LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=1000, batch=64, lr=2e-3, warmup=100,
-                eval_every=250, weight_decay=0.1, clip=1., bf16=True)
+LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=600, batch=32, lr=2e-3, warmup=60,
+                eval_every=150, weight_decay=0.1, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: results/README.md
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
@@ -490,8 +490,9 @@ def main(argv=None):
         return
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
-        for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl'))):
-            (folder / name).unlink(missing_ok=True)
+        stale = [folder / name for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl')))]
+        for path in [*stale, *folder.glob('*.tmp')]:                               # .tmp: a save that was killed
+            path.unlink(missing_ok=True)
         commits = [commit()]
         if settings.resume and (folder / 'config.json').exists():                  # the code of every part of the run
             commits = [*(read(folder / 'config.json', lambda p: json.loads(p.read_text())).get('commit') or '').split(', '), *commits]
