@@ -249,6 +249,8 @@ def prior_matrix(distance, strength, level):
     """
     if not (0 < strength < math.inf and math.isfinite(level)):
         raise ValueError(f'the strength {strength} must be positive and finite, the level {level} finite')
+    if not (distance >= 0).all():
+        raise ValueError('a distance is below 0 or NaN')
     level = torch.tensor(float(level), dtype=torch.float64, device=distance.device)
     log_p = F.logsigmoid(level) - strength * distance.double()
     M0 = torch.where(distance == 0, level, log_p - torch.log1p(-log_p.exp())).float()        # logit(exp(log_p))
@@ -267,7 +269,7 @@ def init_mask(model, M0, freeze=False, tie=False):
 
     `tie`: one entry for each distance i - j, for an M0 that is constant along its diagonals.
     """
-    H = model.blocks[0].attn.H
+    H, M0 = model.blocks[0].attn.H, M0.to(model.blocks[0].attn.q.weight)
     if M0.shape not in ((model.N, model.N), (H, model.N, model.N)):
         raise ValueError(f'M0 is {list(M0.shape)}; it must be [N, N] or [H, N, N], with N = {model.N} and H = {H}')
     if not M0.isfinite().all():
@@ -279,7 +281,7 @@ def init_mask(model, M0, freeze=False, tie=False):
             raise ValueError('M0 is not constant along its diagonals, so it can not be tied')
         M0 = M0[..., 0]                                                            # row i, column 0: distance i
     for block in model.blocks:
-        block.attn.M = nn.Parameter(M0.clone().to(block.attn.q.weight), requires_grad=not freeze)
+        block.attn.M = nn.Parameter(M0.clone(), requires_grad=not freeze)
         block.attn.tied = tie
 
 

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import http.client
 import io
+import lzma
 import math
 import os
 import pickle
@@ -39,6 +40,41 @@ class DataError(Exception):
 
 class RunError(Exception):
     """The run can't go on; train.py prints it as one line and exits with 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose refusals are one line."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message):
+        raise UsageError(message)
+
+
+def command(main, script):
+    """Runs main(); its refusals become one line on stderr and the exit code: 2 bad arguments, 1 anything that failed."""
+    try:
+        sys.stdout.reconfigure(errors='backslashreplace')                          # of a terminal that has no Unicode
+    except AttributeError:                                                         # replaced by something that isn't a file
+        pass
+    try:
+        return main()
+    except UsageError as error:
+        code, says = 2, error
+    except (RunError, DataError, OSError) as error:
+        code, says = 1, error
+    except KeyboardInterrupt:
+        code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if '--bench' not in sys.argv and script == 'train.py' else '')
+    except MemoryError:
+        code, says = 1, 'out of memory'
+    except RuntimeError as error:
+        known = ('out of memory', 'allocate memory', 'No working C++ compiler')    # a bug keeps its traceback
+        if not any(says in str(error) for says in known):
+            raise
+        code, says = 1, str(error).splitlines()[0]
+    print(f'{script}: {says}', file=sys.stderr)
+    return code
 
 
 @contextmanager
@@ -421,8 +457,8 @@ def cifar_files(name, data_dir):
                     raise DataError(f'{where} holds {member.name}, which no official archive does')
                 if member.isfile():
                     files[parts[-1]] = tar.extractfile(member).read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f'{where} can not be read ({error}): download it again') from None
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f'{where} can not be read ({str(error).splitlines()[0]}): download it again') from None
     return where, files
 
 
@@ -446,7 +482,10 @@ def cifar(name, data_dir):
         else:
             try:
                 content = unpickle(files[file])
-                images, labels = content['data'], torch.tensor(content['fine_labels' if fine else 'labels'])
+                images, labels = content['data'], list(content['fine_labels' if fine else 'labels'])
+                if not isinstance(images, torch.Tensor) or not all(type(label) is int for label in labels):
+                    raise ValueError('images that are no array, or labels that are no integers')
+                labels = torch.tensor(labels)
             except Exception as error:                                             # a damaged pickle raises almost anything
                 raise DataError(f'{path} is no CIFAR batch ({error}): download {name} again') from None
             says = re.search(r'training batch \d+ of (\d+)', str(content.get('batch_label')))
@@ -482,7 +521,7 @@ def decoded(files, side, cache):
     """
     stamp = hashlib.sha256(repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()).hexdigest()[:16]
     path, size = Path(cache) / f'{len(files)}-images-{side}px-{stamp}.u8', len(files) * 3 * side * side
-    if not path.exists():
+    if not path.exists() or path.stat().st_size != size:
         try:
             from PIL import Image
         except ImportError:
@@ -510,11 +549,12 @@ def decoded(files, side, cache):
 def imagenet100(data_dir, side, cache):
     """As cifar(), from imagenet100/{train,val}/<WordNet id>/*.JPEG; data_dir/imagenet100_classes.txt, if there, says which."""
     root, listed = find('imagenet100', data_dir).parent, Path(data_dir) / 'imagenet100_classes.txt'
-    classes = set(listed.read_text().split()) if listed.exists() else None
+    classes = set(read_text(listed).split()) if listed.exists() else None
     found = {split: image_files(root, split, classes) for split in ('train', 'val')}
     names = list(found['train'])
     if not names or set(found['val']) != set(names):
-        raise DataError(f'{root}: train has images of {len(names)} classes, val of {len(found["val"])}, and they must be the same')
+        raise DataError(f'{root}: train has images of {len(names)} classes, val of {len(found["val"])}, and they must be the same'
+                        + (f'; {listed} says which are taken' if listed.exists() else ''))
     parts = []
     for split in ('train', 'val'):
         files = [file for name in names for file in found[split][name]]
@@ -770,8 +810,7 @@ def corpus(name, data_dir):
     kept = count.argsort(descending=True, stable=True)[:(count > 0).sum() if name == 'wikitext2' else STORIES_VOCABULARY - 1]
     words = list(first)
     vocabulary = [words[i] for i in kept.tolist() if count[i]]
-    if '<unk>' not in vocabulary:
-        vocabulary.insert(0, '<unk>')
+    vocabulary = [word for word in ('<unk>', '<eos>') if word not in vocabulary] + vocabulary
     place = {word: i for i, word in enumerate(vocabulary)}
     ids = torch.tensor([place.get(word, place['<unk>']) for word in words])
     return {split: ids[part] for split, part in parts.items()}, vocabulary
@@ -889,10 +928,9 @@ def find(name, data_dir):
 
 def download(address, path, size, md5):
     """Fetches a file from its official address, checked by size and md5, where known, before it gets its name."""
-    if path.exists():
-        print(f'{path} is already there')
-        return
     try:
+        if path.exists() and path.stat().st_size == (size or path.stat().st_size):           # else a damaged one, fetched again
+            return print(f'{path} is already there')
         path.parent.mkdir(parents=True, exist_ok=True)
         digest, got = hashlib.md5(), 0
         with replacing(path) as temporary:
@@ -912,18 +950,14 @@ def download(address, path, size, md5):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description='Fetches a data set from its official address: python tasks.py download cifar10')
+    parser = Parser(description='Fetches a data set from its official address: python tasks.py download cifar10')
     parser.add_argument('command', choices=['download'])
     parser.add_argument('name', choices=sorted(DOWNLOADS))
-    parser.add_argument('--data-dir', default=os.environ.get('MASKPRIOR_DATA', 'data'), help='folder to put it in (default %(default)s)')
+    parser.add_argument('--data-dir', default=os.environ.get('MASKPRIOR_DATA') or 'data', help='folder to put it in (default %(default)s)')
     args = parser.parse_args(argv)
-    try:
-        for address, file, size, md5 in DOWNLOADS[args.name]:
-            download(address, Path(args.data_dir) / file, size, md5)
-    except DataError as error:
-        print(f'tasks.py: {error}', file=sys.stderr)
-        return 1
+    for address, file, size, md5 in DOWNLOADS[args.name]:
+        download(address, Path(args.data_dir) / file, size, md5)
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(command(main, 'tasks.py'))

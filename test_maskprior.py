@@ -46,7 +46,7 @@ def tiny(arm='default', *options):
 def refused(capsys, *options):
     """train.py's last line in this process, on a command that must be refused -> (exit code, what its one line says)."""
     capsys.readouterr()
-    code = train.command(lambda: train.main([*map(str, options)]), 'train.py')
+    code = tasks.command(lambda: train.main([*map(str, options)]), 'train.py')
     line, = capsys.readouterr().err.splitlines()
     return code, line
 
@@ -598,7 +598,9 @@ def test_a_pickle_with_a_gadget_is_refused_and_does_not_run(tmp_path):
     (lambda f: (f / 'data_batch_2').write_bytes((f / 'data_batch_2').read_bytes()[:5000]), 'data_batch_2'),
     (lambda f: (f / 'test_batch').write_bytes(b''), 'test_batch is empty'),
     (lambda f: (f / 'data_batch_3').unlink(), 'data_batch_3 is missing'),
-    (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'labels': [1]})), 'data_batch_1')])
+    (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'labels': [1]})), 'data_batch_1'),
+    (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'data': b'x' * 3072, 'labels': [1]})), 'images that are no array'),
+    (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'data': [[0] * 3072], 'labels': 1})), 'data_batch_1')])
 def test_damaged_cifar_is_named(tmp_path, no_fakes, damage, says):
     make_cifar(tmp_path / 'cifar-10-batches-py', batches=4)
     no_fakes()
@@ -630,8 +632,11 @@ def test_an_archive_with_a_foreign_member_is_refused(tmp_path, member):
         tasks.cifar('cifar10', tmp_path)
     assert sorted(tmp_path.rglob('*')) == before
     (tmp_path / 'cifar-10-python.tar.gz').write_bytes((tmp_path / 'cifar-10-python.tar.gz').read_bytes()[:40])
-    with pytest.raises(tasks.DataError, match='cifar-10-python.tar.gz can not be read'):
-        tasks.cifar('cifar10', tmp_path)
+    for content in ((tmp_path / 'cifar-10-python.tar.gz').read_bytes()[:40], b'', b'<html>no such file</html>'):
+        (tmp_path / 'cifar-10-python.tar.gz').write_bytes(content)
+        with pytest.raises(tasks.DataError, match='cifar-10-python.tar.gz can not be read') as refusal:
+            tasks.cifar('cifar10', tmp_path)
+        assert '\n' not in str(refusal.value)
 
 
 def test_download_is_checked_and_atomic(tmp_path, monkeypatch, capsys):
@@ -642,15 +647,18 @@ def test_download_is_checked_and_atomic(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(handler.func, 'log_message', lambda *_: None)
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        fetch = lambda: tasks.command(lambda: tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]), 'tasks.py')
         address = f'http://127.0.0.1:{server.server_port}/x.tar.gz'
         for size, md5, code in ((1, 'x', 1), (len(content), 'x', 1), (len(content), hashlib.md5(content).hexdigest(), 0)):
             monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address, 'x.tar.gz', size, md5)])
-            assert (tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) or 0) == code
+            assert (fetch() or 0) == code
             assert [p.name for p in (tmp_path / 'data').iterdir()] == (['x.tar.gz'] if code == 0 else [])
         assert 'already there' not in capsys.readouterr().out
-        assert not tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) and 'already' in capsys.readouterr().out
+        assert not fetch() and 'already' in capsys.readouterr().out
+        (tmp_path / 'data' / 'x.tar.gz').write_bytes(content[:99])                 # cut off: "download it again" has to work
+        assert not fetch() and 'already' not in capsys.readouterr().out
         monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address + '.gone', 'y.tar.gz', 1, 'x')])
-        assert tasks.main(['download', 'cifar10', '--data-dir', str(tmp_path / 'data')]) == 1
+        assert fetch() == 1
         assert '404' in capsys.readouterr().err
         server.shutdown()
     assert (tmp_path / 'data' / 'x.tar.gz').read_bytes() == content
@@ -1292,26 +1300,21 @@ def test_loose_bound_is_not_called_tight(tmp_path):
 
 
 @pytest.mark.parametrize('argv, word', [(['--draws', '0'], 'draws'), (['--draws', '-5'], 'draws'), (['--seed', '-1'], 'seed'),
-                                        (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'), (['--device', 'mps'], 'mps')])
+                                        (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'), (['--device', 'mps'], 'mps'),
+                                        (['--draws', 'many'], 'many'), (['--depth', '3'], '--depth')])
 def test_bad_arguments_exit_2_with_one_line(argv, word, tmp_path, capsys):
-    assert theory.main([*argv, '--out', str(tmp_path)]) == 2
+    assert tasks.command(lambda: theory.main([*argv, '--out', str(tmp_path)]), 'theory.py') == 2
     out, err = capsys.readouterr()
     assert word in err and err.count("\n") == 1 and not out and not list(tmp_path.iterdir())
 
 
 def test_absent_cuda_and_a_device_without_float64_exit_2(monkeypatch, tmp_path, capsys):
+    code = lambda *argv: tasks.command(lambda: theory.main([*argv, '--out', str(tmp_path)]), 'theory.py')
     if not torch.cuda.is_available():
-        assert theory.main(['--device', 'cuda', '--out', str(tmp_path)]) == 2
+        assert code('--device', 'cuda') == 2
     monkeypatch.setattr(torch, 'ones', lambda *a, **k: (_ for _ in ()).throw(TypeError('MPS has no float64')))  # what mps raises
-    assert theory.main(['--out', str(tmp_path)]) == 2
+    assert code() == 2
     assert 'without float64' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('argv', [['--draws', 'many'], ['--depth', '3']])
-def test_unparsable_arguments_exit_2(argv):
-    with pytest.raises(SystemExit) as e:
-        theory.main(argv)
-    assert e.value.code == 2
 
 
 def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
@@ -1350,7 +1353,11 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'mul3', '--heads', '2'], '--heads'), (['--task', 'add3', '--without', 'products'], '--without'),
     (['--task', 'add3', '--order', 'left'], '--order'), (['--task', 'cifar10', '--steps', '9'], '--epochs'),
     (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device'),
-    (['--task', 'add3', '--without', 'carry', '--per-head', 'false'], '--per-head')])
+    (['--task', 'add3', '--without', 'carry', '--per-head', 'false'], '--per-head'), (['--lr', '1e300'], '--lr'), (['--batch', '9' * 30], '--batch'),
+    (['--prior-bits', ''], 'such as 2,3'), (['--task', 'cifar10', '--width', '18', '--heads', '3'], '--width 18'), (['--list', '--foo'], '--list'),
+    (['--task', 'imagenet100', '--crop', 'pad'], '--crop'), (['--task', 'cifar10', '--init', 'mimetic', '--mimetic-v'], '--mimetic-v'),
+    (['--bench', '--threads', '0'], '--threads'), (['--bench', '--seconds', 'nan'], '--seconds'), (['--bench', '--device', 'meta'], '--device'),
+    (['--bench', 'parity9'], 'parity9'), (['--bench', '--threads', 'x'], '--threads')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, capsys, options, says):
     code, line = refused(capsys, *options, '--out', tmp_path)
     assert code == 2 and says in line
@@ -1511,7 +1518,8 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
         return path.read_bytes()
     contents = [b'', b'no checkpoint', pickle.dumps(Gadget(tmp_path / 'marker')), saved({}), saved([1]), saved(Gadget(tmp_path / 'marker')),
                 saved(good | {'model': {}}), saved(good | {'optimiser': {}}), saved(good | {'generator': torch.zeros(3)}),
-                saved({k: v for k, v in good.items() if k != 'log'})]
+                saved({k: v for k, v in good.items() if k != 'log'}), saved(good | {'step': 99}), saved(good | {'step': '3'}),
+                saved(good | {'log': [1]}), saved(good | {'seconds': 'long'})]
     for content in contents:
         path.write_bytes(content)
         code, line = refused(capsys, *options)
@@ -1535,6 +1543,35 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path):
     assert sorted(p.name for p in (tmp_path / 'x').iterdir()) == ['config.json', 'log.jsonl']
 
 
+def test_what_lies_in_the_folder_and_is_not_the_runs_stays(tmp_path, capsys):
+    (tmp_path / 'x').mkdir()
+    (tmp_path / 'x' / 'thesis.tmp').write_text('mine')
+    train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
+    assert (tmp_path / 'x' / 'thesis.tmp').read_text() == 'mine'
+    (tmp_path / 'y').mkdir()
+    (tmp_path / 'y' / 'log.jsonl').write_text('mine')
+    code, line = refused(capsys, *SMALL, '--out', tmp_path, '--name', 'y')
+    assert code == 1 and 'config.json' in line and (tmp_path / 'y' / 'log.jsonl').read_text() == 'mine'
+
+
+@pytest.mark.parametrize('environment, options, says', [({'CXX': '/nope'}, [*SMALL, '--compile'], 'C++ compiler'), ({'MASKPRIOR_DATA': ''}, ['--task', 'cifar10'], 'not in data')])
+def test_an_environment_that_lacks_something_is_one_line(tmp_path, environment, options, says):
+    done = subprocess.run([sys.executable, HERE / 'train.py', *options, '--out', tmp_path], cwd=tmp_path, capture_output=True, text=True,
+                          env=dict(os.environ, **environment))
+    assert done.returncode == 1 and says in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_tables_go_through_a_terminal_without_unicode(tmp_path):
+    done = subprocess.run([sys.executable, HERE / 'results' / 'report.py'], capture_output=True, text=True,
+                          env=dict(os.environ, PYTHONIOENCODING='ascii'))
+    assert done.returncode == 0 and 'parity2' in done.stdout and not done.stderr
+
+
+def test_a_rank_without_torchrun_is_one_process(tmp_path):
+    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path], capture_output=True, text=True, env=dict(os.environ, RANK='0'))
+    assert done.returncode == 0 and not done.stderr
+
+
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
     (tmp_path / 'x').mkdir()
     with train.held(tmp_path / 'x'):
@@ -1545,7 +1582,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize('M0, says', [(torch.zeros(5, 5), 'N = 16'), (torch.zeros(3, 16, 16), 'H = 4'), (torch.zeros(16), 'N = 16'),
                                       (torch.zeros(1, 4, 16, 16), 'N = 16'), (torch.full((16, 16), math.nan), 'finite'),
-                                      (torch.full((16, 16), -math.inf), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite')])
+                                      (torch.full((16, 16), -math.inf), 'finite'), (torch.full((16, 16), -1e300, dtype=torch.float64), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite')])
 def test_masks_that_make_no_sense_are_refused(M0, says):
     model = maskprior.Transformer(3, (16,), 1)
     with pytest.raises(ValueError, match=says):
@@ -1649,10 +1686,15 @@ def test_a_table_by_hand(tmp_path, capsys):
     assert lines[-1] == '| maj3 |  |  |  |  |  |  | 0.12 → 0.25 |'
     assert report.filled('a\n<!-- report: x -->\nold\nold\n<!-- /report -->\nb', {'x': 'new'}) == 'a\n<!-- report: x -->\nnew\n<!-- /report -->\nb'
     (folder / 'result.json').write_text('{"seed": 1')                              # a run copied by halves
-    assert train.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
+    assert tasks.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
     error = capsys.readouterr().err
     assert error.count('\n') == 1 and str(folder / 'result.json') in error
-    assert train.command(lambda: report.main([str(tmp_path / 'none')]), 'report.py') == 2
+    assert tasks.command(lambda: report.main([str(tmp_path / 'none')]), 'report.py') == 2
+    assert tasks.command(lambda: report.main([str(tmp_path), '--write']), 'report.py') == 2
+    for content in ('{}', '[]', '{"seed": 1, "accuracy": "high"}'):                # not what a run writes
+        (folder / 'result.json').write_text(content)
+        capsys.readouterr()
+        assert tasks.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1 and capsys.readouterr().err.count('\n') == 1
 
 
 def test_the_readmes_example_of_an_own_model():

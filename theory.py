@@ -45,16 +45,14 @@ Norms: Euclidean of vectors, Frobenius of d./dW, spectral of dp/d. and do/d.; di
    W_Q. Keys with N(0, 1) coordinates have E||k - k'||^2 = 2d, where q breaks even with M; W_Q does at keys smaller by ||x||.
    These are worst cases, met while T h G R is small; later p_j (1-p_j) falls and the row slows down.
 """
-import argparse
 import json
 import math
 import sys
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace as Row
 
-warnings.filterwarnings('ignore', 'Failed to initialize NumPy')  # numpy is not required; torch mentions its absence
+from tasks import Parser, UsageError, command  # before torch, whose warning it silences
 import torch
 import torch.nn.functional as F
 
@@ -433,21 +431,19 @@ def table(parts, bar='|'):
 
 
 def main(argv=None, **checks):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--device', default='cpu', help='any torch device with float64 (default %(default)s)')
     parser.add_argument('--draws', type=int, default=100000, help='at least so many random rows (default %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='of the random rows (default %(default)s)')
     parser.add_argument('--out', type=Path, default=Path(__file__).parent / 'results' / 'theory', help='folder for the table')
     args = parser.parse_args(argv)
     if args.draws < 1 or not 0 <= args.seed < 2 ** 63:
-        print('theory.py: --draws must be at least 1, --seed from 0 to 2^63 - 1', file=sys.stderr)
-        return 2
+        raise UsageError('--draws must be at least 1, --seed from 0 to 2^63 - 1')
     try:
         torch.ones(1, dtype=torch.float64, device=args.device).item()
     except (RuntimeError, TypeError, AssertionError, ImportError) as e:  # unknown; without float64; torch built without it
-        why = str(e).strip().splitlines()[0]
-        print(f'theory.py: --device {args.device} is unknown, absent or without float64: {why}', file=sys.stderr)
-        return 2
+        raise UsageError(f'--device {args.device} is unknown, absent or without float64: {str(e).strip().splitlines()[0]}') from None
+    args.out.mkdir(parents=True, exist_ok=True)  # before the work
     start, threads = time.time(), torch.get_num_threads()
     torch.set_num_threads(1)  # small tensors: with a second thread on a shared CPU most of the time is waiting (measured: 6x)
     parts = run(args.draws, args.seed, torch.device(args.device), **checks)
@@ -460,15 +456,10 @@ def main(argv=None, **checks):
     last = (f"{len(failed)} failed. {record['seconds']} s on {args.device}, torch {torch.__version__}, "
             f'--draws {args.draws} --seed {args.seed}')
     print(table(parts), last, sep='\n')
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
-        (args.out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
-    except OSError as e:
-        print(f'theory.py: not recorded: {e}', file=sys.stderr)
-        return 1
+    (args.out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
+    (args.out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
     return 1 if failed else 0
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(command(main, 'theory.py'))

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def true_or_false(text):
 
 
 def bit_list(text):
+    if not text.replace(',', '').isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r} is no list of bits, such as 2,3')
     return [int(bit) for bit in text.split(',')]
 
 
@@ -71,7 +74,7 @@ class Settings:
                          tasks=tasks.ARITHMETIC)
     without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
                            choices=('digits', 'carry', 'products'), tasks=tasks.ARITHMETIC)
-    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA', 'data'), 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
+    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA') or 'data', 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
     cache: str = setting('cache', 'folder for decoded images', tasks=tasks.VISION)
     image_size: int = setting(None, "side of the images, the data's own unless given: only for imagenet100", int, tasks=tasks.VISION)
     crop: str = setting('pad', 'augmentation: tasks.draw_augmentation', choices=('pad', 'resized'), tasks=tasks.VISION)
@@ -144,8 +147,7 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: r
 
 def parse(argv):
     """argv -> Settings: the dataclass's defaults, then the task's recipe, then the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tasks.Parser(description=__doc__, allow_abbrev=False)
     for f in dataclasses.fields(Settings):
         own = '; --list: some tasks set it otherwise' if any(f.name in recipe for recipe in RECIPES.values()) else ''
         default = f' [{f.default}{own}]' if f.default is not None else ''
@@ -154,9 +156,6 @@ def parse(argv):
         if f.metadata['type'] is bool:
             kwargs.update(type=true_or_false, nargs='?', const=True, metavar='true|false')
         parser.add_argument(option(f.name), **kwargs)
-    def refuse(message):
-        raise UsageError(message)
-    parser.error = refuse                                                          # one line, without the usage
     # argparse would take the hole -- for the end of the options, and -+ for an option: a space before it hides that.
     argv = list(argv)
     for i, arg in enumerate(argv):
@@ -170,9 +169,9 @@ def parse(argv):
     settings = Settings(**(RECIPES.get(given.get('task', Settings.task), {}) | given))
     for names, fine, must in (
             (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'epochs', 'eval_every', 'lr', 'strength', 'patch',
-              'image_size', 'context'), lambda n: 0 < n < math.inf, 'positive and finite'),
-            (('pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < math.inf,
-             'at least 0 and finite'),
+              'image_size', 'context'), lambda n: 0 < n < 1e18, 'positive and below 1e18'),
+            (('pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < 1e18,
+             'at least 0 and below 1e18'),
             (('flip', 'frac', 'erasing', 'smoothing'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
             (('drop_path', 'dropout'), lambda n: 0 <= n < 1, 'a share, below 1'),
             (('seed',), lambda n: 0 <= n < 2 ** 63, 'from 0 to 2^63 - 1')):
@@ -195,18 +194,23 @@ def parse(argv):
             (s.overwrite and s.resume, '--overwrite starts over and --resume goes on: choose one'),
             ('steps' in given and s.epochs, f'--steps says nothing about {s.task}, which counts epochs: --epochs'),
             ('pos_std' in given and s.positions != 'learned', f'--pos-std is about learned positions; these are {s.positions}'),
+            (s.positions == 'sincos' and s.width % 4, f'--width {s.width} is not a multiple of 4, which --positions sincos needs'),
             (s.width % s.heads, f'--width {s.width} is not a multiple of --heads {s.heads}')):
         if wrong:
             raise UsageError(says)
     if settings.device == 'cuda' and 'LOCAL_RANK' in os.environ:                   # under torchrun
         settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
-    try:
-        if not settings.device.startswith(('cpu', 'cuda')):
-            raise ValueError('cpu or cuda')                                        # others lack float64, or data
-        torch.zeros(1, device=settings.device).item()
-    except Exception as error:                                                     # each kind of device has its own
-        raise UsageError(f'--device {settings.device}: {str(error).splitlines()[0]}') from None
+    check_device(settings.device)
     return settings
+
+
+def check_device(device):
+    try:
+        if not device.startswith(('cpu', 'cuda')):
+            raise ValueError('cpu or cuda')                                        # others lack float64, or data
+        torch.zeros(1, device=device).item()
+    except Exception as error:                                                     # each kind of device has its own
+        raise UsageError(f'--device {device}: {str(error).splitlines()[0]}') from None
 
 
 def option(name):
@@ -291,7 +295,8 @@ def read(path, load):
     except (PermissionError, torch.OutOfMemoryError, UsageError):
         raise
     except Exception as error:
-        raise RunError(f'{path} can not be read ({type(error).__name__}: {str(error).partition(chr(10))[0]}): start over with --overwrite') from None
+        says = 'no file of this program' if isinstance(error, pickle.UnpicklingError) else str(error).partition('\n')[0]
+        raise RunError(f'{path} can not be read ({type(error).__name__}: {says}): start over with --overwrite') from None
 
 
 @contextmanager
@@ -375,7 +380,9 @@ def train(settings, folder, task, model, target):
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         generator.set_state(saved['generator'])
-        return saved['step'], saved['seconds'], saved['log']
+        if not 0 <= saved['step'] <= settings.steps:
+            raise ValueError(f'step {saved["step"]} of {settings.steps}')
+        return saved['step'], float(saved['seconds']), [dict(row) for row in saved['log']]
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
         step, seconds, log = read(folder / 'checkpoint.pt', restore)
@@ -395,7 +402,8 @@ def train(settings, folder, task, model, target):
             return
         row = {'step': step, 'seconds': seconds} | evaluate()
         if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
-            raise RunError(f'diverged: a metric is not finite at step {step}; try a lower --lr than {settings.lr:g}')
+            raise RunError(f'diverged: a metric is not finite at step {step}; try a lower '
+                           + (f'--lr than {settings.lr:g}' if step else '--init-std, --pos-std or --strength'))
         log.append(row)
         write_log()
         write(folder / 'checkpoint.pt', lambda p: torch.save(
@@ -432,6 +440,9 @@ def train(settings, folder, task, model, target):
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
 
+FILES = ('config.json', 'log.jsonl', 'checkpoint.pt', 'result.json')
+
+
 def folder_of(settings):
     return Path(settings.out) / (settings.name or f'{settings.task}-{settings.init}-s{settings.seed}')
 
@@ -445,7 +456,7 @@ def describing(settings):
 def is_finished(settings, resume):
     """Whether the run of these settings is finished; refuses to go on with one of other settings, or unasked with one at all."""
     folder = folder_of(settings)
-    if not any((folder / f).exists() for f in ('config.json', 'result.json', 'checkpoint.pt')):
+    if not any((folder / f).exists() for f in FILES):
         return False
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
     for name, value in describing(settings).items():
@@ -462,7 +473,7 @@ def is_finished(settings, resume):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if '--list' in argv:
+    if argv == ['--list']:
         return print('\n'.join(listing()))
     if argv[:1] == ['--bench']:
         sys.path.insert(0, str(Path(__file__).parent / 'results'))
@@ -474,7 +485,7 @@ def main(argv=None):
         if os.environ.get('RANK', '0') == '0':
             print(f'{folder} is finished: nothing to do (--overwrite runs it again)')
         return
-    if 'RANK' in os.environ and not dist.is_initialized():                         # under torchrun
+    if {'RANK', 'WORLD_SIZE', 'MASTER_ADDR'} <= os.environ.keys() and not dist.is_initialized():       # under torchrun
         if settings.device.startswith('cuda'):
             torch.cuda.set_device(settings.device)
         dist.init_process_group('nccl' if settings.device.startswith('cuda') else 'gloo')
@@ -491,11 +502,11 @@ def main(argv=None):
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         stale = [folder / name for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl')))]
-        for path in [*stale, *folder.glob('*.tmp')]:                               # .tmp: a save that was killed
+        for path in [*stale, *(tmp for name in FILES for tmp in folder.glob(f'{name}.*.tmp'))]:        # .tmp: a save that was killed
             path.unlink(missing_ok=True)
         commits = [commit()]
         if settings.resume and (folder / 'config.json').exists():                  # the code of every part of the run
-            commits = [*(read(folder / 'config.json', lambda p: json.loads(p.read_text())).get('commit') or '').split(', '), *commits]
+            commits = [*read(folder / 'config.json', lambda p: (json.loads(p.read_text())['commit'] or '').split(', ')), *commits]
         write_json(folder / 'config.json', dict(
             settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
             threads=torch.get_num_threads(), processes=world, commit=', '.join(dict.fromkeys(filter(None, commits))) or None))
@@ -509,25 +520,5 @@ def main(argv=None):
         dist.destroy_process_group()
 
 
-def command(main, script):
-    """Runs main(); its refusals become one line on stderr and the exit code: 2 bad arguments, 1 anything that failed."""
-    try:
-        return main()
-    except UsageError as error:
-        code, says = 2, error
-    except (RunError, tasks.DataError, OSError) as error:
-        code, says = 1, error
-    except KeyboardInterrupt:
-        code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if script == 'train.py' else '')
-    except MemoryError:
-        code, says = 1, 'out of memory'
-    except RuntimeError as error:
-        if not any(says in str(error) for says in ('out of memory', 'allocate memory')):      # a bug keeps its traceback
-            raise
-        code, says = 1, str(error).splitlines()[0]
-    print(f'{script}: {says}', file=sys.stderr)
-    return code
-
-
 if __name__ == '__main__':
-    sys.exit(command(main, 'train.py'))
+    sys.exit(tasks.command(main, 'train.py'))

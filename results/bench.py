@@ -3,7 +3,6 @@
 Writes results/bench/bench.json and prints it as tables. Forward, backward and optimiser; warm-up excluded; median [quartiles]. The data is
 made up (random images, random words), so that nothing has to be there. --threads, --device, --seconds (for each number).
 """
-import argparse
 import math
 import resource
 import statistics
@@ -176,7 +175,7 @@ def show(found):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tasks.Parser(description=__doc__)
     parser.add_argument('tasks', nargs='*', help=' '.join(TASKS))
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
@@ -185,6 +184,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if unknown := set(args.tasks) - set(TASKS):
         raise train.UsageError(f'--bench {" ".join(unknown)}: not among {", ".join(TASKS)}')
+    if args.threads < 1 or not 0 < args.seconds < math.inf:
+        raise train.UsageError('--threads must be at least 1, --seconds positive and finite')
+    train.check_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rates = {bf16: product_rate(args.device, bf16, args.seconds) for bf16 in (False, True)}
@@ -202,4 +204,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(train.command(main, 'bench.py'))
+    sys.exit(tasks.command(main, 'bench.py'))

@@ -3,7 +3,6 @@
 A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds. --write puts the tables
 where README.md and results/README.md say `<!-- report: SECTION -->`; --figures draws the figures (needs matplotlib).
 """
-import argparse
 import json
 import math
 import re
@@ -16,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import theory
 import train
-from tasks import BOOLEAN, PAPER, RunError, UsageError
+from tasks import BOOLEAN, PAPER, Parser, RunError, UsageError, command
 
 ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
 
@@ -310,7 +309,13 @@ SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'lan
 def sections(results):
     """{section: its tables, Markdown} of what is recorded."""
     found = {name: section for name, section in SECTIONS.items() if (results / name).exists()}
-    return {name: '\n'.join(section(results)).strip() for name, section in ({'headline': headline} | found).items()}
+    tables = {}
+    for name, section in ({'headline': headline} | found).items():
+        try:
+            tables[name] = '\n'.join(section(results)).strip()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:        # a file that no run wrote
+            raise RunError(f'{results}, {name}: a run is not named as in run_all.sh, or incomplete ({type(error).__name__}: {error})') from None
+    return tables
 
 
 def filled(text, tables):
@@ -319,7 +324,7 @@ def filled(text, tables):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument('results', nargs='?', type=Path, default=HERE)
     parser.add_argument('--write', action='store_true')
     parser.add_argument('--figures', action='store_true')
@@ -343,4 +348,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(train.command(main, 'report.py'))
+    sys.exit(command(main, 'report.py'))

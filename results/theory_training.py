@@ -6,7 +6,6 @@ Each run is train.py's, but for the optimiser. The model's attention depends on 
 the rest (embeddings, norms, MLPs: the inputs x of q = x W_Q and k = x W_K). `moved by` a part: mean TV on the probe batch between
 the attention at step 0 and the same with that part alone taken from the trained model. `gradient`: norm over all layers.
 """
-import argparse
 import copy
 import json
 import math
@@ -14,6 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import tasks                                                                       # before torch, whose warning it silences
 import torch
 
 import train
@@ -120,11 +120,13 @@ def figure(logs, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = tasks.Parser(description=__doc__)
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--out', type=Path, default=Path(__file__).resolve().parent / 'theory')
     args = parser.parse_args(argv)
+    train.check_device(args.device)
+    args.out.mkdir(parents=True, exist_ok=True)                                    # before the work
     logs = {(o, arm): run(o, arm, args.seed, args.device) for o in OPTIMISERS for arm in ARMS}
     parts = [(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)]
     print(table(parts))
@@ -136,4 +138,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(train.command(main, 'theory_training.py'))
+    sys.exit(tasks.command(main, 'theory_training.py'))

@@ -29,4 +29,4 @@ def main():
 
 
 if __name__ == '__main__':
-    sys.exit(train.command(main, 'unfinished.py'))
+    sys.exit(tasks.command(main, 'unfinished.py'))

@@ -3,7 +3,6 @@
 From the checkpoints of cifar10-mask-s0 and cifar10-impulse-s0, for the patch in the middle of the grid and each head, means over
 the layers: sigmoid(M), and the attention on 256 training images, before and after. Writes priors.png and its numbers, priors.json.
 """
-import argparse
 import json
 import os
 import sys
@@ -20,15 +19,16 @@ import train
 
 def maps(folder):
     """{what: [H, rows, cols]} of the run in `folder`, before and after training."""
-    settings = train.Settings(**json.loads((folder / 'config.json').read_text())['settings'] | dict(
-        device='cpu', data_dir=os.environ.get('MASKPRIOR_DATA', 'data')))
+    settings = train.read(folder / 'config.json', lambda p: train.Settings(**json.loads(p.read_text())['settings'] | dict(
+        device='cpu', data_dir=os.environ.get('MASKPRIOR_DATA') or 'data')))
     task, model, _ = train.build(settings)
     rows, cols = task.model['grid']
     middle = rows // 2 * cols + cols // 2
     found = {}
     for when in ('before', 'after'):
         if when == 'after':
-            model.load_state_dict(torch.load(folder / 'checkpoint.pt', weights_only=True, map_location='cpu')['model'])
+            train.read(folder / 'checkpoint.pt', lambda p: model.load_state_dict(
+                torch.load(p, weights_only=True, map_location='cpu')['model']))
         with torch.no_grad():
             attention = [attn.weights(x).mean(0) for attn, x in maskprior.layer_inputs(model, task.probe)]
             found[f'{settings.init}: attention, {when}'] = torch.stack(attention).mean(0)
@@ -54,7 +54,7 @@ def figure(found, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tasks.Parser(description=__doc__)
     parser.add_argument('runs', nargs='?', type=Path, default=HERE / 'vision')
     out = parser.parse_args(argv).runs
     absent = [path for arm in ('mask', 'impulse') if not (path := out / f'cifar10-{arm}-s0' / 'checkpoint.pt').exists()]
@@ -68,4 +68,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(train.command(main, 'vision_priors.py'))
+    sys.exit(tasks.command(main, 'vision_priors.py'))
