@@ -100,7 +100,7 @@ def headline(results):
                 cells = []
                 for arm in COLUMNS:
                     runs = arms.get(arm, ())
-                    unfitted = sum(fit is False for fit in values(runs, 'fitted'))
+                    unfitted = sum(fit is False for fit in values(runs, 'fitted')) if row[1] != 'vision' else 0        # no image is seen twice alike
                     cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
                 yield [label(row, arms), *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
                        ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
