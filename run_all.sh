@@ -163,15 +163,17 @@ vision_runs() {
 language_runs() {
     local out=$results/language seeds='0 1' short=
     [ $size = full ] || { seeds=0; short='--steps 100'; }
+    row() { echo "--task $task --seed $seed --out $out --name $task-$1-s$seed ${*:2}" $short; }
     for seed in $seeds; do
         for task in wikitext2 tinystories; do
-            row() { echo "--task $task --seed $seed --out $out --name $task-$1-s$seed ${*:2}" $short; }
             for init in default mask qk-opt; do row $init --init $init; done
             row alibi --init mask --freeze-mask --level 30           # c = sigmoid(30) = 1: ALiBi
         done
-        # Beyond the context that they were trained at: no positions, and an entry of M for each distance
-        [ $size = full ] || continue
-        task=wikitext2
+    done
+    [ $size = full ] || return 0
+    # Beyond the context that they were trained at: no positions, and an entry of M for each distance
+    task=wikitext2
+    for seed in $seeds; do
         row no-positions-default --init default --positions none
         row no-positions-mask --init mask --tie-mask --positions none
         row no-positions-alibi --init mask --tie-mask --positions none --freeze-mask --level 30

@@ -126,8 +126,8 @@ ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, e
                 bf16=True)
 VISION = dict(width=96, heads=3, layers=6, init_std=0.06, positions='sincos', strength=0.5, level=2., per_head=True, epochs=12,
               eval_every=1, warmup=2, batch=128, weight_decay=0.05, clip=1., bf16=True)
-LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=600, batch=32, lr=2e-3, warmup=60,
-                eval_every=150, weight_decay=0.1, clip=1., bf16=True)
+LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=500, batch=32, lr=4e-3, warmup=100,
+                eval_every=125, weight_decay=0.1, clip=1., bf16=True)
 RECIPES = {  # one for a task, the same for all its arms; how they were found: results/README.md
     'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., steps=600, eval_every=100),
     'cyclic3': dict(pos_std=0.5, strength=6., eval_every=250),
@@ -141,7 +141,7 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: r
     'cifar100': VISION,
     'imagenet100': VISION | dict(crop='resized'),
     'wikitext2': LANGUAGE,
-    'tinystories': LANGUAGE,
+    'tinystories': LANGUAGE | dict(lr=8e-3),
 }
 
 
