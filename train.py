@@ -141,7 +141,7 @@ RECIPES = {  # one for a task, the same for all its arms; how they were found: r
     'cifar100': VISION,
     'imagenet100': VISION | dict(crop='resized'),
     'wikitext2': LANGUAGE,
-    'tinystories': LANGUAGE | dict(lr=8e-3),
+    'tinystories': LANGUAGE,
 }
 
 
