@@ -1685,6 +1685,8 @@ def test_a_table_by_hand(tmp_path, capsys):
     assert lines[2] == '| maj3, accuracy % |  |  |  |  |  |  | 60.00 ± 14.14 (1/2 not fitted) | 2 | 87, 100 |'
     assert lines[-1] == '| maj3 |  |  |  |  |  |  | 0.12 → 0.25 |'
     assert report.filled('a\n<!-- report: x -->\nold\nold\n<!-- /report -->\nb', {'x': 'new'}) == 'a\n<!-- report: x -->\nnew\n<!-- /report -->\nb'
+    empty = '<!-- report: x -->\n<!-- /report -->\ntext\n<!-- report: y -->\n<!-- /report -->'
+    assert report.filled(empty, {'x': '1', 'y': '2'}) == '<!-- report: x -->\n1\n<!-- /report -->\ntext\n<!-- report: y -->\n2\n<!-- /report -->'
     (folder / 'result.json').write_text('{"seed": 1')                              # a run copied by halves
     assert tasks.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
     error = capsys.readouterr().err

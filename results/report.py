@@ -271,7 +271,8 @@ def training_figure(plt, results, section, tasks, metric):
         if task in tasks and of in ARMS and arm != 'default-10x':
             points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
             for axis, key in zip(axes[:, tasks.index(task)], (metric, 'prior_tv')):
-                axis.plot([p[0]['step'] for p in points], [mean(r[key] for r in p) for p in points], f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
+                shown = points[1:] if key == 'perplexity' else points              # the vocabulary's size at step 0 would hide the rest
+                axis.plot([p[0]['step'] for p in shown], [mean(r[key] for r in p) for p in shown], f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
                 axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
     for axis in axes[0]:
         axis.legend()
@@ -320,7 +321,7 @@ def sections(results):
 
 def filled(text, tables):
     """The text with the tables in place of what stands between `<!-- report: SECTION -->` and `<!-- /report -->`."""
-    return re.sub(r'(<!-- report: (\w+) -->\n).*?(\n<!-- /report -->)', lambda m: m[1] + tables[m[2]] + m[3], text, flags=re.DOTALL)
+    return re.sub(r'(<!-- report: (\w+) -->\n).*?\n?(<!-- /report -->)', lambda m: m[1] + tables[m[2]] + '\n' + m[3], text, flags=re.DOTALL)
 
 
 def main(argv=None):
