@@ -807,10 +807,10 @@ def corpus(name, data_dir):
             raise DataError(f'{name} in {data_dir}: nothing is left for {split}')
     parts = {split: torch.cat(part) for split, part in parts.items()}
     count = parts['train'].bincount(minlength=len(first))
-    kept = count.argsort(descending=True, stable=True)[:(count > 0).sum() if name == 'wikitext2' else STORIES_VOCABULARY - 1]
-    words = list(first)
-    vocabulary = [words[i] for i in kept.tolist() if count[i]]
-    vocabulary = [word for word in ('<unk>', '<eos>') if word not in vocabulary] + vocabulary
+    words, size = list(first), len(first) + 2 if name == 'wikitext2' else STORIES_VOCABULARY
+    vocabulary = [words[i] for i in count.argsort(descending=True, stable=True)[:size].tolist() if count[i]]
+    rare = [word for word in ('<unk>', '<eos>') if word not in vocabulary]
+    vocabulary = rare + vocabulary[:size - len(rare)]
     place = {word: i for i, word in enumerate(vocabulary)}
     ids = torch.tensor([place.get(word, place['<unk>']) for word in words])
     return {split: ids[part] for split, part in parts.items()}, vocabulary
