@@ -406,8 +406,8 @@ ARMS = {
 def init_arm(model, arm, M0, x, freeze=False, tie=False, shifts=None, seed=0, mimetic_v=False):
     """Writes the prior M0 into a built model by the way of `arm`; x are training inputs, [B, N] or images, for the QK arms.
 
-    `shifts` is the target of impulse; `mimetic_v` gives any arm the W_V and W_proj that mimetic and impulse have. No arm draws from the global random state or touches a weight that is not its own: the
-    rest stays bit-identical.
+    `shifts` is the target of impulse; `mimetic_v` gives any arm the W_V and W_proj that mimetic and impulse have. No arm draws
+    from the global random state or touches a weight that is not its own: the rest stays bit-identical.
     """
     generator = torch.Generator().manual_seed(seed)
     if mimetic_v:

@@ -631,7 +631,6 @@ def test_an_archive_with_a_foreign_member_is_refused(tmp_path, member):
     with pytest.raises(tasks.DataError, match=member):
         tasks.cifar('cifar10', tmp_path)
     assert sorted(tmp_path.rglob('*')) == before
-    (tmp_path / 'cifar-10-python.tar.gz').write_bytes((tmp_path / 'cifar-10-python.tar.gz').read_bytes()[:40])
     for content in ((tmp_path / 'cifar-10-python.tar.gz').read_bytes()[:40], b'', b'<html>no such file</html>'):
         (tmp_path / 'cifar-10-python.tar.gz').write_bytes(content)
         with pytest.raises(tasks.DataError, match='cifar-10-python.tar.gz can not be read') as refusal:
@@ -1747,5 +1746,5 @@ def test_the_readmes_first_run_extrapolates(tmp_path):
         train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '1000'])
         results[init] = json.loads((tmp_path / f'parity2-{init}-s0' / 'result.json').read_text())
     mask, default = results['mask'], results['default']
-    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029
+    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029 and mask['seconds'] < 60
     assert default['fitted'] and default['accuracy'] == 0.75 and default['fourier']['x0*x1'] < 0.6

@@ -239,7 +239,7 @@ def vision(results):
             half = [100 * min(log, key=lambda row: abs(row['step'] - result['steps'] / 2))['accuracy'] for _, result, log in runs]
             yield [task, f'{runs[0][1]["training_examples"]:,}', arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
                    f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs'),
-                   *([f'{100 * PAPER.get((task, arm), {}).get("accuracy", math.nan):.2f}'.replace('nan', '')] if paper else [])]
+                   *([spread([100 * PAPER[task, arm]['accuracy']] if (task, arm) in PAPER else [])] if paper else [])]
     header = ['task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds']
     yield from table(header, lines(results / 'vision'))
     if (results / 'vision' / 'paper').exists():
