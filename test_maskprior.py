@@ -1732,6 +1732,8 @@ def test_bench_times_what_it_says(tmp_path):
     token = 2 * D * D * (2 + 8) + 2 * 2 * D * N
     assert flops == pytest.approx([3 * B * ((N + 1) * token + L * N * 2 * D * D * 2 + 2 * D)] * 2, rel=1e-6)
     assert all(row['mask_over_default'] > 0 and row['torch_layers_over_ours'] > 0 and '%' in row['costs'] for row in rows)
+    model, x = maskprior.Transformer(11, (8,), 11, D=16, H=2, pool=None, causal=True, tied=True), torch.arange(16).view(2, 8) % 11
+    assert bench.PeerLM(model)(x, x.flip(1)).item() == pytest.approx(model(x, x.flip(1)).item(), rel=1e-5)
 
 
 def test_the_list_names_every_task_and_arm():

@@ -4,6 +4,7 @@ Writes results/bench/bench.json and prints it as tables. Forward, backward and o
 made up (random images, random words), so that nothing has to be there. --threads, --device, --seconds (for each number).
 """
 import math
+import os
 import resource
 import statistics
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+os.environ.setdefault('KINETO_LOG_LEVEL', '6')                                     # torch's profiler writes of itself to stderr
 import tasks
 import torch
 import torch.nn.functional as F
@@ -96,6 +98,17 @@ class Peer(nn.TransformerEncoderLayer):
         return super().forward(x, src_mask=maskprior.mask_bias(self.M, self.allowed))[:, rows]
 
 
+class PeerLM(nn.Module):
+    """A causal LM with the loss as it is usually written: all logits, then torch's cross-entropy."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.model(x).flatten(0, 1), target.flatten())
+
+
 def bench_task(name, options, rates, seconds):
     """A row for each type: its rate, its share of the machine's, what data, mask and torch's layers make of it."""
     for bf16 in (False, True):
@@ -108,6 +121,8 @@ def bench_task(name, options, rates, seconds):
             own()
         shared, peer = (build('--per-head', 'false') for _ in range(2))        # torch's layer has no mask a head for all inputs
         peer[2].blocks = nn.ModuleList(Peer(block, settings.width, settings.heads) for block in peer[2].blocks).to(settings.device)
+        if not task.loss:
+            peer = *peer[:2], PeerLM(peer[2])
         (median, low, high), (data, *_), (default, *_), (mine, *_), (theirs, *_) = timed(
             seconds, settings.device, own, with_data, *(step_of(*b, False) for b in (build('--init', 'default'), shared, peer)))
         gflops = counter.get_total_flops() / median / 1e9
