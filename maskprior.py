@@ -20,7 +20,7 @@ from torch import nn
 def mask_bias(M, allowed=None):
     """Additive attention bias log sigmoid(M), -inf where `allowed` (bool, [N, N]) is False. Same shape and type as M.
 
-    logsigmoid, never log(sigmoid(M)): that is -inf with a NaN gradient from M = -18 in fp16 and M = -90 in fp32.
+    logsigmoid, never log(sigmoid(M)): that is -inf with a NaN gradient from M = -18 in fp16 and M = -89 in fp32.
     """
     bias = F.logsigmoid(M)
     return bias if allowed is None else bias.masked_fill(~allowed, -math.inf)
@@ -54,7 +54,7 @@ def attend(q, k, v, bias=None, sdpa=False):
 class Attention(nn.Module):
     """Multi-head attention over at most N tokens, with room for a mask: `M` is None until `init_mask` sets it.
 
-    `tied`: M holds one entry for each distance i - j >= 0, [N] or [H, N], instead of [N, N] or [H, N, N]. Separate projections
+    `tied_mask`: M holds one entry for each distance i - j >= 0, [N] or [H, N], instead of [N, N] or [H, N, N]. Separate projections
     without bias, so that W_Q and W_K are the paper's. `allowed` (bool, [N, N]) is the hard mask.
     """
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         if allowed is not None and not allowed.any(-1).all():
             raise ValueError(f'query token {int((~allowed.any(-1)).nonzero()[0])} has no open key: '
                              'its softmax would be NaN')
-        self.H, self.sdpa, self.M, self.tied = H, sdpa, None, False
+        self.H, self.sdpa, self.M, self.tied_mask = H, sdpa, None, False
         self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in 'qkv')
         self.proj = nn.Linear(D, D)
         self.register_buffer('allowed', allowed, persistent=False)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         queries = range(N)[rows]
         rows = slice(queries.start, queries.stop)                  # N may be less than the mask is made for
         allowed = None if self.allowed is None else self.allowed[rows, :N]
-        if self.tied:
+        if self.tied_mask:
             device = self.M.device
             distance = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(N, device=device)
             return mask_bias(self.M[..., distance.clamp(min=0)], allowed)
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         self.class_token = nn.Parameter(torch.randn(D)) if class_token else None
         self.N = N = math.prod(grid) + class_token
         allowed = torch.ones(N, N, dtype=torch.bool).tril() if causal else None
-        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * i / max(1, L - 1), dropout) for i in range(L))
+        self.blocks = nn.ModuleList(Block(D, H, allowed, sdpa, drop_path * (i / (L - 1) if L > 1 else 1), dropout) for i in range(L))
         self.norm, self.head, self.dropout = nn.LayerNorm(D), nn.Linear(D, outputs, bias=not tied), nn.Dropout(dropout)
         if tied:
             self.head.weight = self.tokens.weight
@@ -284,7 +284,7 @@ def init_mask(model, M0, freeze=False, tie=False):
         M0 = M0[..., 0]                                                            # row i, column 0: distance i
     for block in model.blocks:
         block.attn.M = nn.Parameter(M0.clone(), requires_grad=not freeze)
-        block.attn.tied = tie
+        block.attn.tied_mask = tie
 
 
 def factors(A, rank):
@@ -401,7 +401,7 @@ ARMS = {
     'qk-svd': 'W_Q and W_K, in closed form',
     'qk-opt': 'W_Q and W_K, by optimisation',
     'mimetic': 'images: W_Q, W_K, W_V, W_proj (Trockman and Kolter 2023)',
-    'impulse': 'images: W_Q and W_K, a shift for each head (Zheng et al. 2024, 2025)',
+    'impulse': 'images: W_Q, W_K, a shift for each head (Zheng et al. 2024, 2025); W_V, W_proj as mimetic',
 }
 
 

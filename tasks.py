@@ -77,6 +77,14 @@ def command(main, script):
     return code
 
 
+def check_device(device):
+    """Refuses a --device that isn't there or can't do float64."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).item()
+    except Exception as error:                                                     # each kind of device has its own
+        raise UsageError(f'--device {device} is unknown, absent or without float64: {str(error).strip().splitlines()[0]}') from None
+
+
 @contextmanager
 def replacing(path):
     """Atomic: yields a temporary path, which gets the name `path` when the block has ended well, and is removed when not."""
@@ -406,7 +414,7 @@ def arithmetic(name, frac, order='lsb', without=None, per_head=True, heads=4, se
 # name: (classes, side in pixels, patch, channel means, channel standard deviations of the training images in [0, 1])
 VISION = {
     'cifar10': (10, 32, 4, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    'cifar100': (100, 32, 4, (0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
+    'cifar100': (100, 32, 4, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     'imagenet100': (100, 224, 16, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
@@ -732,10 +740,9 @@ def vision(name, data_dir, patch=None, image_size=None, pool='mean', positions='
     def evaluate(predict, last=False):
         def score(x, y):
             outputs = torch.cat([predict(plain(part)) for part in x.split(1000)])
-            right = outputs.topk(min(5, classes)).indices == y[:, None]
-            return right[:, 0].float().mean().item(), right.any(1).float().mean().item(), F.cross_entropy(outputs, y).item()
-        (top1, top5, loss), (seen, _, loss_seen) = score(test_x, test_y), score(x[some], y[some])
-        return {'accuracy': top1, 'top1': top1, 'top5': top5, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
+            return (outputs.argmax(1) == y).float().mean().item(), F.cross_entropy(outputs, y).item()
+        (accuracy, loss), (seen, loss_seen) = score(test_x, test_y), score(x[some], y[some])
+        return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': seen, 'loss_seen': loss_seen}
 
     def summary(result):
         paper = PAPER.get((name, result['init']))
@@ -788,7 +795,8 @@ def story_words(text):
 
 
 def corpus(name, data_dir):
-    """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, the most frequent first, <unk> in it.
+    """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, <unk> and <eos> in it,
+    the most frequent first.
 
     wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories (at most 1,000) for test and as
     many before for validation, the 4,096 most frequent words.
@@ -809,7 +817,7 @@ def corpus(name, data_dir):
     count = parts['train'].bincount(minlength=len(first))
     words, size = list(first), len(first) + 2 if name == 'wikitext2' else STORIES_VOCABULARY
     vocabulary = [words[i] for i in count.argsort(descending=True, stable=True)[:size].tolist() if count[i]]
-    rare = [word for word in ('<unk>', '<eos>') if word not in vocabulary]
+    rare = [word for word in ('<unk>', '<eos>') if word not in vocabulary[:size - 1]]
     vocabulary = rare + vocabulary[:size - len(rare)]
     place = {word: i for i, word in enumerate(vocabulary)}
     ids = torch.tensor([place.get(word, place['<unk>']) for word in words])
@@ -891,7 +899,7 @@ def language(name, data_dir, context=64, positions='learned', per_head=True, hea
     return Task(model=dict(inputs=len(vocabulary), grid=(N,), outputs=len(vocabulary), pool=None, causal=True, tied=True, positions=positions),
                 distance=(distance if per_head else distance.mean(0)).to(device), batch=batch, loss=None, evaluate=evaluate,
                 probe=batch(torch.Generator().manual_seed(0), 64)[0], fitted=lambda metrics: None, shown=('perplexity', 'loss_seen'),
-                summary=summary, known=dict(training_examples=len(train), tokens=len(ids['valid'])))
+                summary=summary, known=dict(training_examples=len(train)))
 
 
 # ------------------------------------------------------------------------------------------- where data is, and comes from
@@ -915,6 +923,10 @@ DOWNLOADS = {  # name: [(address, file in data_dir, size in bytes, md5), ...]; N
 }
 
 
+def default_data_dir():
+    return os.environ.get('MASKPRIOR_DATA') or 'data'
+
+
 def find(name, data_dir):
     """The path of a data set, or a DataError that says how to get it."""
     for place in PLACES[name]:
@@ -929,7 +941,7 @@ def find(name, data_dir):
 def download(address, path, size, md5):
     """Fetches a file from its official address, checked by size and md5, where known, before it gets its name."""
     try:
-        if path.exists() and path.stat().st_size == (size or path.stat().st_size):           # else a damaged one, fetched again
+        if path.exists() and size in (None, path.stat().st_size):           # else a damaged one, fetched again
             return print(f'{path} is already there')
         path.parent.mkdir(parents=True, exist_ok=True)
         digest, got = hashlib.md5(), 0
@@ -953,7 +965,7 @@ def main(argv=None):
     parser = Parser(description='Fetches a data set from its official address: python tasks.py download cifar10')
     parser.add_argument('command', choices=['download'])
     parser.add_argument('name', choices=sorted(DOWNLOADS))
-    parser.add_argument('--data-dir', default=os.environ.get('MASKPRIOR_DATA') or 'data', help='folder to put it in (default %(default)s)')
+    parser.add_argument('--data-dir', default=default_data_dir(), help='folder to put it in (default %(default)s)')
     args = parser.parse_args(argv)
     for address, file, size, md5 in DOWNLOADS[args.name]:
         download(address, Path(args.data_dir) / file, size, md5)

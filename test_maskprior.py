@@ -1,4 +1,4 @@
-"""pytest -q: identities and hand-computed values first, then known faults of such code, then short training runs."""
+"""pytest -q: attention, priors, tasks, data, theory, runs; of each the identities and hand-computed values first."""
 import functools
 import hashlib
 import http.server
@@ -144,11 +144,12 @@ def test_a_row_with_no_open_key_is_refused():
         maskprior.init_mask(tiny()[1], torch.full((16, 16), -math.inf))
 
 
-@pytest.mark.parametrize('arm', list(maskprior.ARMS)[:-1])                             # impulse is about images
+@pytest.mark.parametrize('arm', list(maskprior.ARMS)[:-1])                             # impulse needs a grid of patches
 @pytest.mark.parametrize('sdpa', [False, True])
-def test_a_causal_model_does_not_see_what_comes_next(arm, sdpa, N=6):
+@pytest.mark.parametrize('tied', [False, True])
+def test_a_causal_model_does_not_see_what_comes_next(arm, sdpa, tied, N=6):
     torch.manual_seed(0)
-    model = maskprior.Transformer(7, (N,), outputs=3, D=16, H=2, pool=None, causal=True, sdpa=sdpa)
+    model = maskprior.Transformer(7, (N,), outputs=7, D=16, H=2, pool=None, causal=True, tied=tied, sdpa=sdpa)
     x = torch.randint(7, (4, N))
     maskprior.init_arm(model, arm, prior_matrix(1 - torch.eye(N), 2, 2), x)
     changed = x.clone()
@@ -188,13 +189,14 @@ def test_structure_of_the_boolean_tasks_by_hand():
     assert pairs(tasks.boolean_structure([2, 5], 'chain')) == [[0, 3], [3, 6], [6, 6]]
     assert [pairs(head) for head in tasks.boolean_structure([2, 5], 'split', heads=3)] == [
         [[0, 3], [3, 3], [6, 3]], [[0, 6], [3, 6], [6, 6]], [[0, 3], [3, 3], [6, 3]]]
+    assert pairs(tasks.boolean_structure([2, 5], 'sink')) == [[0, 3], [0, 6], [3, 0], [3, 6], [6, 0], [6, 3]]
 
 
 @pytest.mark.parametrize('d', [1, 2, 8])
-def test_svd_error_is_the_discarded_singular_values(d, N=6, H=2):
+def test_svd_error_is_the_discarded_singular_values(d, N=6):
     """To a prior that is not symmetric (each token looks at the next), truncated and at full rank."""
     torch.manual_seed(0)
-    model = maskprior.Transformer(3, (N,), outputs=1, D=max(8, H * d), H=max(8, H * d) // d, L=1, pos_std=1.)
+    model = maskprior.Transformer(3, (N,), outputs=1, D=max(8, 2 * d), H=max(8, 2 * d) // d, L=1, pos_std=1.)
     M0, x = prior_matrix(1 - torch.eye(N).roll(1, 1), 4, 4), torch.randint(3, (64, N))
     maskprior.init_qk_svd(model, M0, x)
     (attn, X), = maskprior.layer_inputs(model, x)
@@ -226,7 +228,7 @@ def test_arms_of_a_seed_share_all_other_weights_and_all_batches(arm):
 def test_arms_hold_the_prior_before_training(arm):
     task, model, target = tiny(arm, '--pos-std', '0.2')
     fresh = task.batch(torch.Generator().manual_seed(1), 512)[0]                   # not the inputs it was fitted to
-    assert maskprior.prior_tv(model, target, fresh) < 0.05 < 0.5 < maskprior.prior_tv(tiny()[1], target, fresh)
+    assert maskprior.prior_tv(model, target, fresh) < (0.01 if arm == 'qk-svd' else 0.03) < 0.5 < maskprior.prior_tv(tiny()[1], target, fresh)
 
 
 def test_prior_tv_by_hand():
@@ -234,6 +236,13 @@ def test_prior_tv_by_hand():
     model.blocks[0].attn.q.weight.data.zero_()                                     # attention 1/2, 1/2 in both rows
     target = target_attention(torch.tensor([[0., 0.], [0., -math.log(5.)]]))       # sigmoid 1/2, 1/2; 1/2, 1/6 -> 3/4, 1/4
     assert maskprior.prior_tv(model, target, torch.zeros(1, 2, dtype=torch.long)) == pytest.approx(1 / 4)  # row 0 asks nothing
+    # Of the mean attention, not the mean of distances: each of two inputs looks at its 0 alone, which stands in another place.
+    model.positions.data.zero_()
+    sign = torch.tensor([1., -1., 1., -1.])
+    model.tokens.weight.data, attn = torch.stack([sign, -sign]), model.blocks[0].attn
+    model.blocks[0].norm1.bias.data.fill_(1.)
+    attn.q.weight.data.fill_(1.), attn.k.weight.data.copy_(sign.expand(4, 4))
+    assert maskprior.prior_tv(model, target, torch.tensor([[0, 1], [1, 0]])) == pytest.approx(1 / 4)
     assert maskprior.asking_rows(torch.tensor([[1., 0.], [0.5, 0.5]]), torch.ones(2, 2).tril().bool()).tolist() == [False, False]
 
 
@@ -251,6 +260,17 @@ def test_frozen_mask_does_not_learn():
         settings, before = train.parse([]), model.blocks[0].attn.M.detach().clone()
         train.update(model, train.make_optimiser(model, settings), task, settings, *task.batch(torch.Generator().manual_seed(0), 64))
         assert torch.equal(model.blocks[0].attn.M, before) != learns
+
+
+def test_the_gradient_is_cut_and_dropout_drops():
+    for clip in ('0.01', '0'):
+        task, model, _ = tiny()
+        settings = train.parse(['--task', 'parity2', '--clip', clip])
+        train.update(model, train.make_optimiser(model, settings), task, settings, *task.batch(torch.Generator().manual_seed(0), 64))
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        assert norm == pytest.approx(0.01, rel=1e-3) if clip == '0.01' else norm > 1
+    block = maskprior.Block(8, 2, dropout=0.5).train()
+    assert set(block.keep(torch.ones(100, 8)).unique().tolist()) == {0., 2.} and block.eval().keep(torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_a_wrong_and_a_noisy_prior():
@@ -335,11 +355,17 @@ def test_mdi_equals_least_squares_from_the_highest_degree_down(hole, n=4):
 
 
 def test_targets_by_hand():
-    x = torch.ones(2, 15)
-    x[1, [0, 1]] = -1
-    expected = {'parity2': [1, 1], 'maj3': [1, -1], 'cyclic3': [15, 15 - 2 * 2], 'parity3': [1, 1], 'diff2': [0, 0]}
+    x = torch.ones(3, 15)
+    x[1, [0, 1]] = x[2, 0] = -1
+    expected = {'parity2': [1, 1, -1], 'maj3': [1, -1, 1], 'cyclic3': [15, 15 - 2 * 2, 15 - 2 * 3], 'parity3': [1, 1, -1], 'diff2': [0, 0, -1]}
     # flipping x0 and x1 flips the windows that hold one of the two: (14,0,1) and (0,1,2) hold both; (13,14,0), (1,2,3) flip
     assert {name: f(x).tolist() for name, (f, _, _) in tasks.BOOLEAN.items()} == expected
+
+
+@pytest.mark.parametrize('name, variance', [('parity2', 1), ('cyclic3', 15)])      # of a sum of 15 uncorrelated signs
+def test_fitted_is_a_hundredth_of_the_targets_variance(name, variance):
+    fitted = tasks.boolean(name).fitted
+    assert fitted({'loss_seen': 0.0099 * variance}) and not fitted({'loss_seen': 0.0101 * variance})
 
 
 def test_accuracy_counts_ties_as_wrong_and_asserts_shapes():
@@ -474,7 +500,7 @@ def test_evaluation_is_greedy_and_counts_whole_answers():
 
 
 def test_garbage_in_the_answers_of_the_evaluation_changes_no_prediction(monkeypatch):
-    """Case 20: what stands where the answer's digits will come is never looked at, so only the score changes."""
+    """What stands where the answer's digits will come is never looked at, so only the score changes."""
     task, model, _ = train.build(train.parse(['--task', 'add3', '--frac', '0.0001', '--width', '16']))
     def calls(task):
         seen = []
@@ -730,7 +756,8 @@ def test_absent_pillow_is_named(tmp_path, monkeypatch):
 
 
 def test_normalisation_constants():
-    assert tasks.VISION['cifar10'][4] == (0.2470, 0.2435, 0.2616) and tasks.VISION['cifar100'][4] == (0.2673, 0.2564, 0.2762)
+    assert tasks.VISION['cifar10'][3:5] == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    assert tasks.VISION['cifar100'][3:5] == ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
 @pytest.mark.parametrize('rows, cols', [(4, 4), (2, 3)])
@@ -749,14 +776,15 @@ def test_patches_come_row_by_row(rows, cols, P=4):
 def test_locality_by_hand():
     near = tasks.locality(3, 4) == 0
     assert near[0].nonzero().flatten().tolist() == [0, 1, 4, 5] and near[5].sum() == 9 and not near[3, 4]
+    assert tasks.locality(3, 4).unique().tolist() == [0, 4] and tasks.locality(3, 4, 1).max() == 9
     up = tasks.locality(3, 4, 3)[1]                                                # squared distance to the patch above
     assert up[5, 1] == 0 and up[5, 5] == 1 and up[5, 0] == 1 and up[5, 9] == 4 and up[5, 10] == 5 and up[1, 1] == 1
     assert torch.equal(tasks.locality(2, 2, 10)[9], tasks.locality(2, 2, 1)[0])    # ten heads: the first shift again
 
 
-def vit(pool='mean', rows=4, cols=4, D=48, H=3, **more):
+def vit(pool='mean', rows=4, cols=4, D=48, H=3, L=2, **more):
     torch.manual_seed(0)
-    return maskprior.Transformer((3, 4), (rows, cols), 10, D=D, H=H, L=2, positions='sincos', class_token=pool == 'cls',
+    return maskprior.Transformer((3, 4), (rows, cols), 10, D=D, H=H, L=L, positions='sincos', class_token=pool == 'cls',
                                  rows=slice(0, 1 if pool == 'cls' else None), pool='mean', **more).eval()
 
 
@@ -802,7 +830,7 @@ def test_mimetic_products_have_their_diagonals():
     attn = model.blocks[0].attn
     x = torch.randn(5, 192)
     for q, k in zip(attn.q.weight.unflatten(0, (3, 64)), attn.k.weight.unflatten(0, (3, 64))):
-        assert (q.T @ k).diagonal().mean() > 0.3                                   # rank 64 of 192 of 0.7 Z + 0.7 I
+        assert 0.35 < (q.T @ k).diagonal().mean() < 0.45                           # rank 64 of 192 of 0.7 Z + 0.7 I
     product = attn.v.weight.T @ attn.proj.weight.T
     assert abs(product.diagonal().mean() + 0.4) < 0.01 and abs((product + 0.4 * torch.eye(192)).std() - 0.4 / math.sqrt(192)) < 0.005
     assert torch.allclose(F.linear(F.linear(x, attn.v.weight), attn.proj.weight), x @ product, atol=1e-4)
@@ -846,11 +874,12 @@ def test_a_vit_equals_an_independently_written_one():
 
 
 def test_stochastic_depth_keeps_the_mean_and_rests_in_evaluation():
-    model, x = vit(drop_path=0.5), torch.ones(4000, 1, 1)
-    block = model.blocks[1].train()
+    model, x = vit(drop_path=0.5, L=3), torch.ones(4000, 1, 1)
+    block = model.blocks[2].train()
     kept = block.keep(x)
     assert set(kept.unique().tolist()) == {0., 2.} and abs(kept.mean() - 1) < 0.1
-    assert model.blocks[0].drop_path == 0 and torch.equal(block.eval().keep(x), x)
+    assert torch.equal(block.eval().keep(x), x)
+    assert [b.drop_path for b in model.blocks] == [0, 0.25, 0.5] and vit(drop_path=0.5, L=1).blocks[0].drop_path == 0.5
 
 
 # -------------------------------------------------------------------------------------------------------- augmentation
@@ -898,7 +927,8 @@ def test_drawn_augmentations_stay_in_their_ranges():
     p = draw(operations=2, erasing=0.25)
     assert abs((p['erase'][:, 2] > 0).float().mean() - 0.25) < 0.03
     touched = (p['brightness'] != 1).float().mean()
-    assert abs(touched - (1 - 0.9 ** 2)) < 0.03 and p['posterize'].max() >= 8 and p['solarize'].min() < 0.5
+    assert abs(touched - (1 - 0.9 ** 2)) < 0.03 and p['solarize'].min() < 0.5
+    assert 0.03 < p['brightness'].min() and p['brightness'].max() < 3.3 and 8 <= p['posterize'].max() <= 64 and p['geometry'].abs().max() < 3
 
 
 def test_mixup_and_cutmix_by_hand():
@@ -911,6 +941,8 @@ def test_mixup_and_cutmix_by_hand():
         assert set(cut.unique().tolist()) <= {0., 1.}
         assert torch.allclose(cut[0].mean(), soft[0, 1]) and torch.allclose(soft.sum(1), torch.ones(4))
     assert tasks.mix(x, y, torch.Generator(), 0., 0.) == (x, y)
+    both = [tasks.mix(x, y, torch.Generator().manual_seed(seed), 1., 1.)[0] for seed in range(20)]
+    assert 5 <= sum(set(image.unique().tolist()) <= {0., 1.} for image in both) <= 15        # CutMix about every other time
 
 
 def test_shuffled_epochs_are_permutations():
@@ -1040,15 +1072,6 @@ def test_chunks_of_the_cross_entropy_do_not_change_it():
                                         (x.requires_grad_(), W.requires_grad_()))
 
 
-@pytest.mark.parametrize('arm', ['default', 'mask', 'qk-opt'])
-@pytest.mark.parametrize('sdpa', [False, True])
-def test_a_language_model_does_not_see_the_next_word(arm, sdpa):
-    model, x = lm(arm=arm, sdpa=sdpa), torch.randint(11, (4, 6))
-    changed = x.clone()
-    changed[:, 3:] = (changed[:, 3:] + 1) % 11
-    assert torch.equal(model(x)[:, :3], model(changed)[:, :3]) and not torch.equal(model(x)[:, 3], model(changed)[:, 3])
-
-
 def test_the_distance_prior_is_alibi_at_a_constant_of_one():
     distance = tasks.relative_distance(5, 8)
     assert distance[0, 4].tolist() == [2., 1.5, 1., 0.5, 0.] and distance[7, 4, 0] == 4 / 256      # ALiBi's slopes for 8 heads
@@ -1085,7 +1108,7 @@ def test_a_tied_mask_equals_the_full_one_it_stands_for():
 def test_without_positions_the_context_can_grow():
     model = lm(N=12, arm='mask', positions='none')
     x = torch.randint(11, (2, 12))
-    assert torch.allclose(model(x)[:, :6], model(x[:, :6]), atol=1e-6)
+    assert model.positions is None and torch.allclose(model(x)[:, :6], model(x[:, :6]), atol=1e-6)
     M0 = prior_matrix(tasks.relative_distance(12, 2), 1., 0.)
     assert maskprior.prior_tv(model, target_attention(M0, model.blocks[0].attn.allowed), x[:, :6]) < 0.2
 
@@ -1311,7 +1334,7 @@ def test_absent_cuda_and_a_device_without_float64_exit_2(monkeypatch, tmp_path, 
     code = lambda *argv: tasks.command(lambda: theory.main([*argv, '--out', str(tmp_path)]), 'theory.py')
     if not torch.cuda.is_available():
         assert code('--device', 'cuda') == 2
-    monkeypatch.setattr(torch, 'ones', lambda *a, **k: (_ for _ in ()).throw(TypeError('MPS has no float64')))  # what mps raises
+    monkeypatch.setattr(torch, 'zeros', lambda *a, **k: (_ for _ in ()).throw(TypeError('MPS has no float64')))  # what mps raises
     assert code() == 2
     assert 'without float64' in capsys.readouterr().err
 
@@ -1327,6 +1350,7 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     for part in ('M', 'QK', 'rest', 'all'):
         (first, before), *_, (last, after) = log[f'moved by {part}']
         assert (first, before, last) == (0, 0, 3) and after > 0
+    assert len({log[f'moved by {part}'][-1][1] for part in ('M', 'QK', 'rest', 'all')}) == 4
     assert len(log['gradient M']) == 3 and log['prior_tv'][0][1] < 0.05
     model = tiny('mask')[1]
     names = [name for name, _ in model.named_parameters()]
@@ -1391,15 +1415,6 @@ def test_a_damaged_finished_run_is_named_and_kept(tmp_path, damage):
     code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
     assert code == 1 and len(err) == 1 and str(tmp_path / 'x') in err[0]
     assert before == {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}
-
-
-def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
-    train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
-    (tmp_path / 'x' / 'result.json').unlink()
-    for content in ([1], {'model': {}, 'optimiser': {}}):
-        torch.save(content, tmp_path / 'x' / 'checkpoint.pt')
-        code, _, err = cli(*SMALL, '--out', tmp_path, '--name', 'x', '--resume')
-        assert code == 1 and len(err) == 1 and 'checkpoint.pt' in err[0]
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path, no_fakes):
@@ -1672,6 +1687,13 @@ def test_the_tables_are_what_report_makes_of_the_runs():
     assert sorted(shown) == sorted(tables)
 
 
+def test_the_share_that_is_needed_by_hand():
+    runs = lambda *right: [(None, {'sequence_accuracy': r}, None) for r in right]
+    curve = {0.001: runs(0., 0.2), 0.01: runs(0.9), 0.1: runs(1.)}
+    assert report.needed(curve, 0.5) == ('', pytest.approx(0.001 * 10 ** 0.5))     # half-way between 0.1 and 0.9, in the log of the share
+    assert report.needed(curve, 0.05) == ('<', 0.001) and report.needed({0.01: runs(0.9)}, 0.95) == ('>', 0.01)
+
+
 def test_a_table_by_hand(tmp_path, capsys):
     for seed, (accuracy, fitted) in enumerate([(0.5, True), (0.7, False)]):
         folder = tmp_path / 'boolean' / f'maj3-mask-s{seed}'
@@ -1748,5 +1770,5 @@ def test_the_readmes_first_run_extrapolates(tmp_path):
         train.main(['--task', 'parity2', '--init', init, '--out', str(tmp_path), '--eval-every', '1000'])
         results[init] = json.loads((tmp_path / f'parity2-{init}-s0' / 'result.json').read_text())
     mask, default = results['mask'], results['default']
-    assert mask['accuracy'] == 1 and mask['loss'] <= 0.0029 and mask['seconds'] < 60
+    assert mask['accuracy'] == 1 and mask['loss'] < 0.0005 and mask['seconds'] < 60
     assert default['fitted'] and default['accuracy'] == 0.75 and default['fourier']['x0*x1'] < 0.6

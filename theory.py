@@ -52,7 +52,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace as Row
 
-from tasks import Parser, UsageError, command  # before torch, whose warning it silences
+from tasks import Parser, UsageError, check_device, command  # before torch, whose warning it silences
 import torch
 import torch.nn.functional as F
 
@@ -439,10 +439,7 @@ def main(argv=None, **checks):
     args = parser.parse_args(argv)
     if args.draws < 1 or not 0 <= args.seed < 2 ** 63:
         raise UsageError('--draws must be at least 1, --seed from 0 to 2^63 - 1')
-    try:
-        torch.ones(1, dtype=torch.float64, device=args.device).item()
-    except (RuntimeError, TypeError, AssertionError, ImportError) as e:  # unknown; without float64; torch built without it
-        raise UsageError(f'--device {args.device} is unknown, absent or without float64: {str(e).strip().splitlines()[0]}') from None
+    check_device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)  # before the work
     start, threads = time.time(), torch.get_num_threads()
     torch.set_num_threads(1)  # small tensors: with a second thread on a shared CPU most of the time is waiting (measured: 6x)

@@ -74,7 +74,7 @@ class Settings:
                          tasks=tasks.ARITHMETIC)
     without: str = setting(None, 'part of the school algorithm that the prior leaves out: tasks.arithmetic_structure', str,
                            choices=('digits', 'carry', 'products'), tasks=tasks.ARITHMETIC)
-    data_dir: str = setting(os.environ.get('MASKPRIOR_DATA') or 'data', 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
+    data_dir: str = setting(tasks.default_data_dir(), 'folder of the data sets; or MASKPRIOR_DATA', tasks=DATA)
     cache: str = setting('cache', 'folder for decoded images', tasks=tasks.VISION)
     image_size: int = setting(None, "side of the images, the data's own unless given: only for imagenet100", int, tasks=tasks.VISION)
     crop: str = setting('pad', 'augmentation: tasks.draw_augmentation', choices=('pad', 'resized'), tasks=tasks.VISION)
@@ -184,8 +184,8 @@ def parse(argv):
                              f'{", ".join(f.metadata["tasks"])}')
     s = settings
     for wrong, says in (
-            (s.freeze_mask and s.init != 'mask', f'--freeze-mask goes with --init mask; there is no mask in --init {s.init}'),
-            (s.tie_mask and s.init != 'mask', f'--tie-mask goes with --init mask; there is no mask in --init {s.init}'),
+            *((getattr(s, name) and s.init != 'mask', f'{option(name)} goes with --init mask; there is no mask in --init {s.init}')
+              for name in ('freeze_mask', 'tie_mask')),
             (s.positions == ('none' if s.task in tasks.VISION else 'sincos'), f'--positions {s.positions} is not for {s.task}'),
             (s.init in ('mimetic', 'impulse') and s.task not in tasks.VISION, f'--init {s.init} is about images; {s.task} has none'),
             (s.mimetic_v and s.init in ('mimetic', 'impulse'), f'--mimetic-v is what --init {s.init} has anyway'),
@@ -200,17 +200,8 @@ def parse(argv):
             raise UsageError(says)
     if settings.device == 'cuda' and 'LOCAL_RANK' in os.environ:                   # under torchrun
         settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
-    check_device(settings.device)
+    tasks.check_device(settings.device)
     return settings
-
-
-def check_device(device):
-    try:
-        if not device.startswith(('cpu', 'cuda')):
-            raise ValueError('cpu or cuda')                                        # others lack float64, or data
-        torch.zeros(1, device=device).item()
-    except Exception as error:                                                     # each kind of device has its own
-        raise UsageError(f'--device {device}: {str(error).splitlines()[0]}') from None
 
 
 def option(name):
@@ -436,10 +427,10 @@ def train(settings, folder, task, model, target):
 
     if rank:
         return
-    final = {k: v for k, v in log[-1].items() if k != 'prior_tv'}
+    final = {k: v for k, v in log[-1].items() if k not in ('step', 'prior_tv')}
     return dict(task=settings.task, init=settings.init, seed=settings.seed, steps=settings.steps) | final | dict(
         fitted=task.fitted(final), prior_tv_init=log[0]['prior_tv'],
-        prior_tv_final=log[-1]['prior_tv'], **task.known, seconds=seconds,
+        prior_tv_final=log[-1]['prior_tv'], **task.known,
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
 
@@ -463,9 +454,9 @@ def is_finished(settings, resume):
         return False
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
     for name, value in describing(settings).items():
-        if name not in ('device', 'compile') and before.get(name, getattr(Settings, name)) != value:
-            raise UsageError(f'{folder} holds a run with another {option(name)} ({before.get(name)}, not '
-                             f'{value}): choose a --name, or --overwrite it')
+        was = before.get(name, getattr(Settings, name))                            # an older run may not know the setting
+        if name not in ('device', 'compile') and was != value:
+            raise UsageError(f'{folder} holds a run with another {option(name)} ({was}, not {value}): choose a --name, or --overwrite it')
     if (folder / 'result.json').exists():
         read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
         return True

@@ -5,7 +5,7 @@ made up (random images, random words), so that nothing has to be there. --thread
 """
 import math
 import os
-import resource
+import shlex
 import statistics
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import maskprior
 import train
-from report import table
+from report import bench_tables
 
 TASKS = ('parity2', 'maj3', 'cyclic3', 'add3', 'mul3', 'cifar10', 'wikitext2', 'tinystories')
 
@@ -39,8 +39,8 @@ def timed(seconds, device, *steps):
         for step, own in zip(steps, times):
             start = time.perf_counter()
             step()
-            if device != 'cpu':
-                torch.cuda.synchronize()
+            if torch.device(device).type == 'cuda':
+                torch.cuda.synchronize(device)
             own.append(time.perf_counter() - start)
     return [(median, low, high) for low, median, high in (statistics.quantiles(own[3:], n=4) for own in times)]
 
@@ -173,22 +173,6 @@ def bench_seeds(device, seconds):
         yield dict(seeds=k, batched_over_single=all_of_them / (k * one))
 
 
-def show(found):
-    """The tables, Markdown."""
-    yield f'torch {found["torch"]}, {found["device"]}, {found["threads"]} threads; a product of 2048 x 2048: ' + ', '.join(
-        f'{rate:.0f} GFLOP/s in {dtype}' for dtype, rate in found['product'].items()) + '\n'
-    yield from table(['task', '', 'ms a step', 'steps/s', 'tokens/s', 'GFLOP/s', 'of the product', 'with data ×', 'mask / default',
-                      "torch's layers / ours", 'largest costs'], (
-        [r['task'], r['dtype'], f'{r["milliseconds"]:.1f} [{r["quartiles"][0]:.1f}, {r["quartiles"][1]:.1f}]', f'{r["steps_per_second"]:.1f}',
-         f'{r["tokens_per_second"]:,.0f}', f'{r["gflops_per_second"]:.0f}', f'{r["share_of_product"]:.0%}', f'{r["with_data"]:.2f}',
-         f'{r["mask_over_default"]:.2f}', f'{r["torch_layers_over_ours"]:.2f}', r['costs']] for r in found['tasks']))
-    yield from table(['attention B, N, D, H', '', 'ms', 'MB for backward', 'MultiheadAttention / ours', 'fused kernel / ours'], (
-        [', '.join(map(str, r['shape'])), r['dtype'], f'{r["milliseconds"]:.2f} [{r["quartiles"][0]:.2f}, {r["quartiles"][1]:.2f}]',
-         f'{r["megabytes_for_backward"]:.1f}', f'{r["multihead_over_ours"]:.2f}', f'{r["fused_over_ours"]:.2f}'] for r in found['attention']))
-    yield from table(['seeds of parity2 in one batched model', 'time / that of single models'],
-                     ([str(r['seeds']), f'{r["batched_over_single"]:.2f}'] for r in found['seeds']))
-
-
 def main(argv=None):
     parser = tasks.Parser(description=__doc__)
     parser.add_argument('tasks', nargs='*', help=' '.join(TASKS))
@@ -201,7 +185,7 @@ def main(argv=None):
         raise train.UsageError(f'--bench {" ".join(unknown)}: not among {", ".join(TASKS)}')
     if args.threads < 1 or not 0 < args.seconds < math.inf:
         raise train.UsageError('--threads must be at least 1, --seconds positive and finite')
-    train.check_device(args.device)
+    tasks.check_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rates = {bf16: product_rate(args.device, bf16, args.seconds) for bf16 in (False, True)}
@@ -209,11 +193,11 @@ def main(argv=None):
         made_up_data(Path(folder))
         options = {name: ['--device', args.device, *(['--data-dir', folder] if name in tasks.PLACES else [])] for name in TASKS}
         rows = [row for name in args.tasks or TASKS for row in bench_task(name, options[name], rates, args.seconds)]
-    found = dict(torch=torch.__version__, device=torch.cuda.get_device_name() if args.device != 'cpu' else 'cpu', threads=args.threads,
+    found = dict(command=shlex.join(['python', 'train.py', '--bench', *(sys.argv[1:] if argv is None else argv)]), commit=train.commit(),
+                 torch=torch.__version__, device=torch.cuda.get_device_name(args.device) if torch.device(args.device).type == 'cuda' else 'cpu', threads=args.threads,
                  product={'fp32': rates[False], 'bf16': rates[True]}, tasks=rows, attention=list(bench_attention(args.device, args.seconds)),
-                 seeds=list(bench_seeds(args.device, args.seconds)),
-                 peak_megabytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    print('\n'.join(show(found)))
+                 seeds=list(bench_seeds(args.device, args.seconds)))
+    print('\n'.join(bench_tables(found)))
     args.out.mkdir(parents=True, exist_ok=True)
     train.write_json(args.out / 'bench.json', found)
 

@@ -261,6 +261,24 @@ def language(results):
                       'prior_tv', 'steps × seeds'], lines())
 
 
+# ------------------------------------------------------------------------------------------------------------------- speed
+
+def bench_tables(found):
+    """What results/bench.py measured."""
+    yield f'torch {found["torch"]}, {found["device"]}, {found["threads"]} threads; a product of 2048 x 2048: ' + ', '.join(
+        f'{rate:.0f} GFLOP/s in {dtype}' for dtype, rate in found['product'].items()) + '\n'
+    yield from table(['task', '', 'ms a step', 'steps/s', 'tokens/s', 'GFLOP/s', 'of the product', 'with data ×', 'mask / default',
+                      "torch's layers / ours", 'largest costs'], (
+        [r['task'], r['dtype'], f'{r["milliseconds"]:.1f} [{r["quartiles"][0]:.1f}, {r["quartiles"][1]:.1f}]', f'{r["steps_per_second"]:.1f}',
+         f'{r["tokens_per_second"]:,.0f}', f'{r["gflops_per_second"]:.0f}', f'{r["share_of_product"]:.0%}', f'{r["with_data"]:.2f}',
+         f'{r["mask_over_default"]:.2f}', f'{r["torch_layers_over_ours"]:.2f}', r['costs']] for r in found['tasks']))
+    yield from table(['attention B, N, D, H', '', 'ms', 'MB for backward', 'MultiheadAttention / ours', 'fused kernel / ours'], (
+        [', '.join(map(str, r['shape'])), r['dtype'], f'{r["milliseconds"]:.2f} [{r["quartiles"][0]:.2f}, {r["quartiles"][1]:.2f}]',
+         f'{r["megabytes_for_backward"]:.1f}', f'{r["multihead_over_ours"]:.2f}', f'{r["fused_over_ours"]:.2f}'] for r in found['attention']))
+    yield from table(['seeds of parity2 in one batched model', 'time / that of single models'],
+                     ([str(r['seeds']), f'{r["batched_over_single"]:.2f}'] for r in found['seeds']))
+
+
 # ----------------------------------------------------------------------------------------------------------------- figures
 
 def training_figure(plt, results, section, tasks, metric):
@@ -304,7 +322,8 @@ FIGURES = {  # section: how to draw it
 
 # -------------------------------------------------------------------------------------------------------------------- main
 
-SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language}
+SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language,
+            'bench': lambda results: bench_tables(train.read(results / 'bench' / 'bench.json', lambda p: json.loads(p.read_text())))}
 
 
 def sections(results):

@@ -1,4 +1,4 @@
-"""Part 6 of theory.py: do the gradients that Theorem 1 bounds explain what washes out? parity2, SGD and Adam, the arms that hold the prior.
+"""Beside theory.py's five parts: do the gradients that Theorem 1 bounds explain what washes out? parity2, SGD and Adam, the arms that hold the prior.
 
     python results/theory_training.py       # six runs, some minutes; writes results/theory/training.{md,json,png}
 
@@ -69,7 +69,6 @@ def run(optimiser, arm, seed, device, points=24):
             add(step, {f'change {n}': y for n, y in relative_change(model, initial).items()})
             add(step, {f'moved by {n}': moved(start, model, n, task.probe) for n in ('M', 'QK', 'rest', 'all')})
         if step == steps:
-            model.eval()
             with torch.no_grad():
                 found = task.evaluate(model)
             add(step, {n: found[n] for n in ('accuracy', 'loss_seen')} | {'fitted': int(task.fitted(found))})
@@ -125,12 +124,11 @@ def main(argv=None):
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--out', type=Path, default=Path(__file__).resolve().parent / 'theory')
     args = parser.parse_args(argv)
-    train.check_device(args.device)
+    tasks.check_device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)                                    # before the work
     logs = {(o, arm): run(o, arm, args.seed, args.device) for o in OPTIMISERS for arm in ARMS}
     parts = [(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)]
     print(table(parts))
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / 'training.md').write_text(table(parts, bar='\\|') + '\n')
     (args.out / 'training.json').write_text(json.dumps({'device': args.device, 'seed': args.seed, 'torch': torch.__version__,
                                                    'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + '\n')

@@ -4,7 +4,6 @@ From the checkpoints of cifar10-mask-s0 and cifar10-impulse-s0, for the patch in
 the layers: sigmoid(M), and the attention on 256 training images, before and after. Writes priors.png and its numbers, priors.json.
 """
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import train
 def maps(folder):
     """{what: [H, rows, cols]} of the run in `folder`, before and after training."""
     settings = train.read(folder / 'config.json', lambda p: train.Settings(**json.loads(p.read_text())['settings'] | dict(
-        device='cpu', data_dir=os.environ.get('MASKPRIOR_DATA') or 'data')))
+        device='cpu', data_dir=tasks.default_data_dir())))
     task, model, _ = train.build(settings)
     rows, cols = task.model['grid']
     middle = rows // 2 * cols + cols // 2
