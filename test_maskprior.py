@@ -1119,7 +1119,7 @@ def write_wikitext(folder, train='a b\n\n c a\n', valid='a z\n', test='b\n', **h
         (folder / 'wikitext-2' / f'{split}.txt').write_bytes(text.encode(**how) if isinstance(text, str) else text)
 
 
-def test_words_of_both_data_sets_by_hand(tmp_path):
+def test_words_of_both_data_sets_by_hand(tmp_path, monkeypatch):
     write_wikitext(tmp_path)
     ids, vocabulary = tasks.corpus('wikitext2', tmp_path)
     assert vocabulary == ['<unk>', '<eos>', 'a', 'b', 'c']                         # of the training words alone
@@ -1135,6 +1135,10 @@ def test_words_of_both_data_sets_by_hand(tmp_path):
     (tmp_path / 'tinystories' / 'TinyStories-train.txt').write_text('A b.<|endoftext|>B<|endoftext|>b c<|endoftext|>')
     ids, vocabulary = tasks.corpus('tinystories', tmp_path)
     assert vocabulary == ['<unk>', 'a', 'b', '.', '<eos>'] and [ids[s].tolist() for s in ('train', 'valid', 'test')] == [[1, 2, 3, 4], [2, 4], [2, 0, 4]]
+    for size in (2, 3, 4, 5, 6):                                                   # <eos> is the fourth word of the training story
+        monkeypatch.setattr(tasks, 'STORIES_VOCABULARY', size)
+        vocabulary = tasks.corpus('tinystories', tmp_path)[1]
+        assert len(set(vocabulary)) == len(vocabulary) == min(size, 5) and {'<unk>', '<eos>'} <= {*vocabulary}
 
 
 @pytest.mark.parametrize('change', [lambda b: b'\xef\xbb\xbf' + b, lambda b: b.replace(b'\n', b'\r\n')])
