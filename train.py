@@ -1,6 +1,6 @@
 """Trains one model on one task from one initialisation:  python train.py --task parity2 --init mask
 
-Writes runs/TASK-INIT-sSEED/: config.json (every setting, versions, device, commit), log.jsonl (one object for each
+Writes runs/TASK-INIT-sSEED/: config.json (the settings that make the run, versions, device, commit), log.jsonl (one object for each
 evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run failed; 2: bad arguments.
 --list names the tasks and the arms, and what each needs and sets. --bench [TASK ...] times a step: results/bench.py.
 """
