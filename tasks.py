@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import http.client
 import io
+import json
 import lzma
 import math
 import os
@@ -72,7 +73,7 @@ def command(main, script):
         known = ('out of memory', 'allocate memory', 'No working C++ compiler')    # a bug keeps its traceback
         if not any(says in str(error) for says in known):
             raise
-        code, says = 1, str(error).splitlines()[0]
+        code, says = 1, str(error).splitlines()[0] + ('; make --batch, --width or --context smaller' if 'memory' in str(error) else '')
     print(f'{script}: {says}', file=sys.stderr)
     return code
 
@@ -94,6 +95,23 @@ def replacing(path):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write(path, save):
+    """Atomic: save(temporary path), then rename. Whoever reads `path` finds the old file or the new one, whole."""
+    try:
+        with replacing(path) as temporary:
+            save(temporary)
+    except (OSError, RuntimeError) as error:                                       # torch.save: RuntimeError on a full disk
+        raise RunError(f'{path} can not be written: {str(error).splitlines()[0]}') from None
+
+
+def write_text(path, text):
+    write(path, lambda p: p.write_text(text, encoding='utf-8'))
+
+
+def write_json(path, content):
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + '\n')
 
 
 @dataclass
@@ -480,7 +498,7 @@ def cifar(name, data_dir):
         """-> images, labels, the number of training batches that the file says there are"""
         path = f'{where}/{file}'
         if not files.get(file):
-            raise DataError(f'{path} is {"empty" if file in files else "missing"}: download {name} again')
+            raise DataError(f'{path} is {"empty" if file in files else "missing"}: remove {where} and download {name} again')
         if binary:                                                                 # (coarse label,) label, 3072 pixels
             record = torch.frombuffer(bytearray(files[file]), dtype=torch.uint8)
             if len(record) % (3073 + fine):
@@ -941,7 +959,7 @@ def find(name, data_dir):
 def download(address, path, size, md5):
     """Fetches a file from its official address, checked by size and md5, where known, before it gets its name."""
     try:
-        if path.exists() and size in (None, path.stat().st_size):           # else a damaged one, fetched again
+        if path.is_file() and path.stat().st_size and size in (None, path.stat().st_size):      # else a damaged one, fetched again
             return print(f'{path} is already there')
         path.parent.mkdir(parents=True, exist_ok=True)
         digest, got = hashlib.md5(), 0

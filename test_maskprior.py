@@ -682,6 +682,9 @@ def test_download_is_checked_and_atomic(tmp_path, monkeypatch, capsys):
         assert not fetch() and 'already' in capsys.readouterr().out
         (tmp_path / 'data' / 'x.tar.gz').write_bytes(content[:99])                 # cut off: "download it again" has to work
         assert not fetch() and 'already' not in capsys.readouterr().out
+        (tmp_path / 'data' / 'x.tar.gz').write_bytes(b'')                          # likewise where no one says how long it has to be
+        monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address, 'x.tar.gz', None, None)])
+        assert not fetch() and 'already' not in capsys.readouterr().out
         monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address + '.gone', 'y.tar.gz', 1, 'x')])
         assert fetch() == 1
         assert '404' in capsys.readouterr().err
@@ -988,6 +991,10 @@ def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, mon
         if 'mask' in what:                                                         # impulse: roughly, on images of noise
             assert [divmod(int(head.argmax()), 8) for head in found[f'{what}, before']] == [(4, 4), (3, 4), (4, 5)]
     assert not torch.equal(found['impulse: attention, before'], found['impulse: attention, after'])
+    config = (tmp_path / 'cifar10-mask-s0' / 'config.json').read_text()
+    (tmp_path / 'cifar10-mask-s0' / 'config.json').write_text(config.replace('"cifar10"', '"parity2"'))
+    with pytest.raises(tasks.RunError, match='config.json.*a run of parity2'):
+        vision_priors.main([str(tmp_path)])
     (tmp_path / 'cifar10-mask-s0' / 'checkpoint.pt').unlink()
     assert not vision_priors.main([str(tmp_path)]) and 'already' in capsys.readouterr().out
 
@@ -1381,10 +1388,11 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'add3', '--order', 'left'], '--order'), (['--task', 'cifar10', '--steps', '9'], '--epochs'),
     (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device'),
     (['--task', 'add3', '--without', 'carry', '--per-head', 'false'], '--per-head'), (['--lr', '1e300'], '--lr'), (['--batch', '9' * 30], '--batch'),
-    (['--prior-bits', ''], 'such as 2,3'), (['--task', 'cifar10', '--width', '18', '--heads', '3'], '--width 18'), (['--list', '--foo'], '--list'),
+    (['--prior-bits', ''], 'such as 2,3'), (['--task', 'cifar10', '--width', '18', '--heads', '3'], '--width 18'), (['--list', '--foo'], '--list stands alone'),
+    (['--name', '../x'], '--name'), (['--name', '.'], '--name'), (['--name', ''], '--name'), (['--task', 'parity2', '--bench'], '--task'),
     (['--task', 'imagenet100', '--crop', 'pad'], '--crop'), (['--task', 'cifar10', '--init', 'mimetic', '--mimetic-v'], '--mimetic-v'),
     (['--bench', '--threads', '0'], '--threads'), (['--bench', '--seconds', 'nan'], '--seconds'), (['--bench', '--device', 'meta'], '--device'),
-    (['--bench', 'parity9'], 'parity9'), (['--bench', '--threads', 'x'], '--threads')])
+    (['--bench', '--threads', '9' * 11], '--threads'), (['--bench', 'parity9'], 'parity9'), (['--bench', '--threads', 'x'], '--threads')])
 def test_bad_arguments_are_one_line_and_exit_2(tmp_path, capsys, options, says):
     code, line = refused(capsys, *options, '--out', tmp_path)
     assert code == 2 and says in line
@@ -1431,7 +1439,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, no_fakes):
         path.unlink()
     make_cifar(tmp_path / 'data' / 'cifar-10-batches-py', n=50)
     no_fakes()
-    with pytest.raises(tasks.UsageError, match='other data, 80 training'):
+    with pytest.raises(tasks.UsageError, match='another training_examples'):
         train.main(options)
 
 
@@ -1514,14 +1522,14 @@ def test_a_folder_that_can_not_be_made_is_one_line(tmp_path):
     assert code == 1 and len(err) == 1 and 'file' in err[0]
 
 
-def test_a_save_that_dies_half_way_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_save_that_dies_half_way_leaves_the_last_checkpoint(tmp_path):
     path = tmp_path / 'checkpoint.pt'
-    train.write(path, lambda p: torch.save({'step': 1}, p))
+    tasks.write(path, lambda p: torch.save({'step': 1}, p))
     def dies(p):
         p.write_bytes(b'half')
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        train.write(path, dies)
+        tasks.write(path, dies)
     assert torch.load(path, weights_only=True) == {'step': 1}
 
 
@@ -1537,11 +1545,15 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
     contents = [b'', b'no checkpoint', pickle.dumps(Gadget(tmp_path / 'marker')), saved({}), saved([1]), saved(Gadget(tmp_path / 'marker')),
                 saved(good | {'model': {}}), saved(good | {'optimiser': {}}), saved(good | {'generator': torch.zeros(3)}),
                 saved({k: v for k, v in good.items() if k != 'log'}), saved(good | {'step': 99}), saved(good | {'step': '3'}),
-                saved(good | {'log': [1]}), saved(good | {'seconds': 'long'})]
+                saved(good | {'log': [1]}), saved(good | {'seconds': 'long'}), saved({k: v for k, v in good.items() if k != 'run'}),
+                saved(good | {'optimiser': good['optimiser'] | {'state': {i: s | {'exp_avg': torch.zeros(3)} for i, s in good['optimiser']['state'].items()}}})]
     for content in contents:
         path.write_bytes(content)
         code, line = refused(capsys, *options)
         assert code == 1 and 'checkpoint.pt' in line and '--overwrite' in line and path.read_bytes() == content
+    saved(good | {'run': good['run'] | {'seed': 1}})                               # copied from the next seed's folder
+    code, line = refused(capsys, *options)
+    assert code == 2 and 'another seed' in line
     path.unlink()
     path.mkdir()
     assert refused(capsys, *options)[0] == 1
@@ -1551,6 +1563,22 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
     code, line = refused(capsys, *options)
     assert code == 1 and 'diverged' in line and not (tmp_path / 'x' / 'result.json').exists()
     assert not (tmp_path / 'marker').exists()
+
+
+def test_no_result_is_lost_to_a_full_disk_or_a_closed_pipe(tmp_path):
+    resource = pytest.importorskip('resource', reason='no limit on the size of a file here: a full disk is not tried')
+    few = "import sys, theory, tasks; sys.exit(tasks.command(lambda: theory.main(['--draws', '80', '--out', sys.argv[1]], steps=2, T=3), 'theory.py'))"
+    run = lambda limit: subprocess.run([sys.executable, '-c', few, str(tmp_path)], cwd=HERE, capture_output=True, text=True,
+                                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    (tmp_path / 'theory.md').write_text('recorded')
+    done = run(1000)
+    assert done.returncode == 1 and 'theory.md' in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [p.read_text() for p in tmp_path.iterdir()] == ['recorded']
+    read, write = os.pipe()
+    os.close(read)
+    subprocess.run([sys.executable, '-c', few, str(tmp_path)], cwd=HERE, stdout=write, stderr=subprocess.DEVNULL)
+    os.close(write)
+    assert json.loads((tmp_path / 'theory.json').read_text())['draws'] == 80 and (tmp_path / 'theory.md').read_text() != 'recorded'
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path):
@@ -1718,6 +1746,8 @@ def test_a_table_by_hand(tmp_path, capsys):
     assert error.count('\n') == 1 and str(folder / 'result.json') in error
     assert tasks.command(lambda: report.main([str(tmp_path / 'none')]), 'report.py') == 2
     assert tasks.command(lambda: report.main([str(tmp_path), '--write']), 'report.py') == 2
+    (tmp_path / 'empty').mkdir()
+    assert not report.main([str(tmp_path / 'empty')]) and 'no finished runs' in capsys.readouterr().err
     for content in ('{}', '[]', '{"seed": 1, "accuracy": "high"}'):                # not what a run writes
         (folder / 'result.json').write_text(content)
         capsys.readouterr()

@@ -45,14 +45,13 @@ Norms: Euclidean of vectors, Frobenius of d./dW, spectral of dp/d. and do/d.; di
    W_Q. Keys with N(0, 1) coordinates have E||k - k'||^2 = 2d, where q breaks even with M; W_Q does at keys smaller by ||x||.
    These are worst cases, met while T h G R is small; later p_j (1-p_j) falls and the row slows down.
 """
-import json
 import math
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace as Row
 
-from tasks import Parser, UsageError, check_device, command  # before torch, whose warning it silences
+from tasks import Parser, UsageError, check_device, command, write_json, write_text  # before torch, whose warning it silences
 import torch
 import torch.nn.functional as F
 
@@ -452,9 +451,9 @@ def main(argv=None, **checks):
         for title, columns, rows in parts]}
     last = (f"{len(failed)} failed. {record['seconds']} s on {args.device}, torch {torch.__version__}, "
             f'--draws {args.draws} --seed {args.seed}')
+    write_text(args.out / 'theory.md', f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
+    write_json(args.out / 'theory.json', record)
     print(table(parts), last, sep='\n')
-    (args.out / 'theory.md').write_text(f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")
-    (args.out / 'theory.json').write_text(json.dumps(record, indent=1, allow_nan=False) + '\n')
     return 1 if failed else 0
 
 

@@ -191,6 +191,8 @@ def parse(argv):
             (s.mimetic_v and s.init in ('mimetic', 'impulse'), f'--mimetic-v is what --init {s.init} has anyway'),
             (s.task == 'imagenet100' and s.crop == 'pad', '--crop pad is for CIFAR; imagenet100 has its images larger, for --crop resized'),
             ((s.mixup or s.cutmix) and s.batch % 2, f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even'),
+            (s.name is not None and (not Path(s.name).parts or Path(s.name).is_absolute() or '..' in Path(s.name).parts),
+             f'--name {s.name!r} must name a folder in --out'),
             (s.overwrite and s.resume, '--overwrite starts over and --resume goes on: choose one'),
             ('steps' in given and s.epochs, f'--steps says nothing about {s.task}, which counts epochs: --epochs'),
             ('pos_std' in given and s.positions != 'learned', f'--pos-std is about learned positions; these are {s.positions}'),
@@ -269,20 +271,7 @@ def learning_rate(step, settings):
     return settings.lr * warm * (1 + math.cos(math.pi * step / settings.steps)) / 2
 
 
-def write(path, save):
-    """Atomic: save(temporary path), then rename. Whoever reads `path` finds the old file or the new one, whole."""
-    try:
-        with tasks.replacing(path) as temporary:
-            save(temporary)
-    except (OSError, RuntimeError) as error:                                       # torch.save: RuntimeError on a full disk
-        raise RunError(f'{path} can not be written: {str(error).splitlines()[0]}') from None
-
-
-def write_json(path, content):
-    write(path, lambda p: p.write_text(json.dumps(content, indent=1, allow_nan=False) + '\n'))
-
-
-def read(path, load):
+def read(path, load, advice='start over with --overwrite'):
     """load(path), or one line that names the file: a half-written or foreign file raises almost anything."""
     try:
         return load(path)
@@ -290,7 +279,7 @@ def read(path, load):
         raise
     except Exception as error:
         says = 'no file of this program' if isinstance(error, pickle.UnpicklingError) else str(error).partition('\n')[0]
-        raise RunError(f'{path} can not be read ({type(error).__name__}: {says}): start over with --overwrite') from None
+        raise RunError(f'{path} can not be read ({type(error).__name__}: {says}): {advice}') from None
 
 
 @contextmanager
@@ -349,6 +338,7 @@ def train(settings, folder, task, model, target):
 
     Of several processes each takes its part of every batch; the first evaluates and writes.
     """
+    run = {k: v for k, v in describing(settings).items() if k not in ANYWHERE} | {'training_examples': task.known.get('training_examples')}
     if settings.epochs:
         per_epoch = task.known['training_examples'] / settings.batch
         settings = dataclasses.replace(settings, steps=max(1, round(settings.epochs * per_epoch)),
@@ -361,7 +351,7 @@ def train(settings, folder, task, model, target):
     step, seconds, log = 0, 0., []
     def write_log():
         lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
-        write(folder / 'log.jsonl', lambda p: p.write_text(lines))
+        tasks.write(folder / 'log.jsonl', lambda p: p.write_text(lines))
 
     def predict(x, target=None):
         with autocast(settings):
@@ -369,10 +359,12 @@ def train(settings, folder, task, model, target):
 
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
-        if saved.get('data') != task.known.get('training_examples'):
-            raise UsageError(f'{path} comes from other data, {saved["data"]} training examples: choose another --out or --name')
+        if other := sorted(k for k in run.keys() | saved['run'].keys() if run.get(k) != saved['run'].get(k)):
+            raise UsageError(f'{path} comes from a run with another {", ".join(other)}: choose another --out or --name')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
+        if any(moment.ndim and moment.shape != p.shape for p, state in optimiser.state.items() for moment in state.values()):
+            raise ValueError('the optimiser of another model')                     # its fused kernel would not look
         generator.set_state(saved['generator'])
         if not 0 <= saved['step'] <= settings.steps:
             raise ValueError(f'step {saved["step"]} of {settings.steps}')
@@ -400,9 +392,9 @@ def train(settings, folder, task, model, target):
                            + (f'--lr than {settings.lr:g}' if step else '--init-std, --pos-std or --strength'))
         log.append(row)
         write_log()
-        write(folder / 'checkpoint.pt', lambda p: torch.save(
+        tasks.write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(), step=step,
-                 seconds=seconds, log=log, data=task.known.get('training_examples')), p))
+                 seconds=seconds, log=log, run=run), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         shown = '  '.join(f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
@@ -434,6 +426,7 @@ def train(settings, folder, task, model, target):
         parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
 
 
+ANYWHERE = ('device', 'compile')                                                   # a run may go on with another of these
 FILES = ('config.json', 'log.jsonl', 'checkpoint.pt', 'result.json')
 
 
@@ -455,7 +448,7 @@ def is_finished(settings, resume):
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
     for name, value in describing(settings).items():
         was = before.get(name, getattr(Settings, name))                            # an older run may not know the setting
-        if name not in ('device', 'compile') and was != value:
+        if name not in ANYWHERE and was != value:
             raise UsageError(f'{folder} holds a run with another {option(name)} ({was}, not {value}): choose a --name, or --overwrite it')
     if (folder / 'result.json').exists():
         read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
@@ -467,12 +460,14 @@ def is_finished(settings, resume):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ['--list']:
+    if '--list' in argv and len(argv) > 1:
+        raise UsageError('--list stands alone')
+    if '--list' in argv:
         return print('\n'.join(listing()))
-    if argv[:1] == ['--bench']:
+    if '--bench' in argv:
         sys.path.insert(0, str(Path(__file__).parent / 'results'))
         import bench
-        return bench.main(argv[1:])
+        return bench.main([arg for arg in argv if arg != '--bench'])
     settings = parse(argv)
     folder, described = folder_of(settings), describing(settings)
     if not settings.overwrite and is_finished(settings, settings.resume):
@@ -501,11 +496,11 @@ def main(argv=None):
         commits = [commit()]
         if settings.resume and (folder / 'config.json').exists():                  # the code of every part of the run
             commits = [*read(folder / 'config.json', lambda p: (json.loads(p.read_text())['commit'] or '').split(', ')), *commits]
-        write_json(folder / 'config.json', dict(
+        tasks.write_json(folder / 'config.json', dict(
             settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
             threads=torch.get_num_threads(), processes=world, commit=', '.join(dict.fromkeys(filter(None, commits))) or None))
         result = train(settings, folder, *built)
-        write_json(folder / 'result.json', result)
+        tasks.write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))
     fitted = {True: 'fitted what it saw', False: 'has NOT FITTED what it saw', None: 'is done'}[result['fitted']]
     print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '

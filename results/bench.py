@@ -183,9 +183,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if unknown := set(args.tasks) - set(TASKS):
         raise train.UsageError(f'--bench {" ".join(unknown)}: not among {", ".join(TASKS)}')
-    if args.threads < 1 or not 0 < args.seconds < math.inf:
-        raise train.UsageError('--threads must be at least 1, --seconds positive and finite')
+    if not 1 <= args.threads <= 1024 or not 0 < args.seconds < math.inf:
+        raise train.UsageError('--threads must be from 1 to 1024, --seconds positive and finite')
     tasks.check_device(args.device)
+    args.out.mkdir(parents=True, exist_ok=True)                                    # before the work
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rates = {bf16: product_rate(args.device, bf16, args.seconds) for bf16 in (False, True)}
@@ -197,9 +198,8 @@ def main(argv=None):
                  torch=torch.__version__, device=torch.cuda.get_device_name(args.device) if torch.device(args.device).type == 'cuda' else 'cpu', threads=args.threads,
                  product={'fp32': rates[False], 'bf16': rates[True]}, tasks=rows, attention=list(bench_attention(args.device, args.seconds)),
                  seeds=list(bench_seeds(args.device, args.seconds)))
+    tasks.write_json(args.out / 'bench.json', found)
     print('\n'.join(bench_tables(found)))
-    args.out.mkdir(parents=True, exist_ok=True)
-    train.write_json(args.out / 'bench.json', found)
 
 
 if __name__ == '__main__':

@@ -15,9 +15,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import theory
 import train
-from tasks import BOOLEAN, PAPER, Parser, RunError, UsageError, command
+from tasks import BOOLEAN, PAPER, Parser, RunError, UsageError, command, write, write_text
 
 ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
+
+
+def load(path, parse=json.loads):
+    return train.read(path, lambda p: parse(p.read_text(encoding='utf-8')), 'remove it, and what it belongs to')
 
 
 def read(folder):
@@ -26,8 +30,7 @@ def read(folder):
     for result in sorted(folder.glob('*/result.json')):
         run = result.parent
         rows[run.name.rsplit('-s', 1)[0]].append((
-            train.read(run / 'config.json', lambda p: json.loads(p.read_text())['settings']), train.read(result, lambda p: json.loads(p.read_text())),
-            train.read(run / 'log.jsonl', lambda p: [json.loads(line) for line in p.read_text().splitlines()])))
+            load(run / 'config.json')['settings'], load(result), load(run / 'log.jsonl', lambda text: [*map(json.loads, text.splitlines())])))
     return rows
 
 
@@ -89,25 +92,27 @@ COLUMNS = ['default', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask']
 def headline(results):
     folders = {folder: read(results / folder) for _, folder, *_ in HEADLINE}
     rows = [(row, {arm: folders[row[1]][f'{row[2]}-{arm}'] for arm in COLUMNS if f'{row[2]}-{arm}' in folders[row[1]]}) for row in HEADLINE]
+    rows = [(row, arms) for row, arms in rows if arms]
+    if not rows:
+        return
     def label(row, arms):
         return row[0].format(next(iter(arms.values()))[0][1].get('training_examples'))
     def lines():
         for row, arms in rows:
             _, _, _, key, scale, task = row
-            if arms:
-                seeds = sorted({len(runs) for runs in arms.values()})
-                paper = [PAPER.get((task, arm), {}).get(key) for arm in ('default', 'mask')]
-                cells = []
-                for arm in COLUMNS:
-                    runs = arms.get(arm, ())
-                    unfitted = sum(fit is False for fit in values(runs, 'fitted')) if row[1] != 'vision' else 0        # no image is seen twice alike
-                    cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
-                yield [label(row, arms), *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
-                       ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
+            seeds = sorted({len(runs) for runs in arms.values()})
+            paper = [PAPER.get((task, arm), {}).get(key) for arm in ('default', 'mask')]
+            cells = []
+            for arm in COLUMNS:
+                runs = arms.get(arm, ())
+                unfitted = sum(fit is False for fit in values(runs, 'fitted')) if row[1] != 'vision' else 0            # no image is seen twice alike
+                cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
+            yield [label(row, arms), *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
+                   ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
     yield from table(['', *COLUMNS, 'seeds', 'paper: default, mask'], lines())
     yield 'prior_tv, how far the attention is from the prior (0: the prior holds, 1: nothing is left of it), before → after training:\n'
     yield from table(['', *COLUMNS], ([label(row, arms).rsplit(', ', 1)[0], *(prior_tv(arms[arm], 2) if arm in arms else '' for arm in COLUMNS)]
-                                      for row, arms in rows if arms))
+                                      for row, arms in rows))
 
 
 # ----------------------------------------------------------------------------------------------------------------- boolean
@@ -225,8 +230,7 @@ def arithmetic_figure(plt, results):
         axis.set_xticks(fracs, [f'{f:g}' for f in fracs])
         axis.minorticks_off()
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(results / 'arithmetic' / 'curve.png', dpi=110)
+    draw(figure, results / 'arithmetic' / 'curve.png')
 
 
 # ------------------------------------------------------------------------------------------------------ vision and language
@@ -281,6 +285,11 @@ def bench_tables(found):
 
 # ----------------------------------------------------------------------------------------------------------------- figures
 
+def draw(figure, path):
+    figure.tight_layout()
+    write(path, lambda p: figure.savefig(p, format='png', dpi=110))
+
+
 def training_figure(plt, results, section, tasks, metric):
     """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
@@ -294,8 +303,7 @@ def training_figure(plt, results, section, tasks, metric):
                 axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
     for axis in axes[0]:
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(results / section / 'training.png', dpi=110)
+    draw(figure, results / section / 'training.png')
 
 
 def theory_figure(plt, results):
@@ -307,8 +315,7 @@ def theory_figure(plt, results):
             axis.loglog([math.exp(t) for t in theory.LOG_A], [z[place].median().item() for z in found], label=place)
         axis.set(xlabel='a', ylabel='||dl/d.||, median of 64 rows', title=title)
         axis.legend()
-    figure.tight_layout()
-    figure.savefig(results / 'theory' / 'scaling.png', dpi=110)
+    draw(figure, results / 'theory' / 'scaling.png')
 
 
 FIGURES = {  # section: how to draw it
@@ -323,7 +330,7 @@ FIGURES = {  # section: how to draw it
 # -------------------------------------------------------------------------------------------------------------------- main
 
 SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language,
-            'bench': lambda results: bench_tables(train.read(results / 'bench' / 'bench.json', lambda p: json.loads(p.read_text())))}
+            'bench': lambda results: bench_tables(load(results / 'bench' / 'bench.json'))}
 
 
 def sections(results):
@@ -354,9 +361,11 @@ def main(argv=None):
     if args.write and args.results.resolve() != HERE:
         raise UsageError(f'--write puts the tables of {HERE} into the READMEs, not those of {args.results}')
     tables = sections(args.results)
+    if not any(tables.values()):
+        print(f'report.py: no finished runs in {args.results}/{{{",".join(SECTIONS)}}}, which run_all.sh fills', file=sys.stderr)
     print('\n\n'.join(tables.values()))
     for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
-        path.write_text(filled(path.read_text(encoding='utf-8'), tables), encoding='utf-8')
+        write_text(path, filled(path.read_text(encoding='utf-8'), tables))
     if args.figures:
         try:
             from matplotlib import pyplot

@@ -115,7 +115,7 @@ def figure(logs, path):
             axis.set(title=f'{optimiser}: {title}', xlabel='step', yscale='linear' if title == 'prior_tv' else 'log')
             axis.legend(fontsize=6)
     fig.tight_layout()
-    fig.savefig(path, dpi=110)
+    tasks.write(path, lambda p: fig.savefig(p, format='png', dpi=110))
 
 
 def main(argv=None):
@@ -128,11 +128,11 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)                                    # before the work
     logs = {(o, arm): run(o, arm, args.seed, args.device) for o in OPTIMISERS for arm in ARMS}
     parts = [(t, c, [(n, y, None) for n, y in rows]) for t, c, rows in summary(logs)]
-    print(table(parts))
-    (args.out / 'training.md').write_text(table(parts, bar='\\|') + '\n')
-    (args.out / 'training.json').write_text(json.dumps({'device': args.device, 'seed': args.seed, 'torch': torch.__version__,
-                                                   'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + '\n')
+    tasks.write_text(args.out / 'training.md', table(parts, bar='\\|') + '\n')
+    tasks.write_text(args.out / 'training.json', json.dumps({'device': args.device, 'seed': args.seed, 'torch': torch.__version__,
+                                                             'runs': {' '.join(k): z for k, z in logs.items()}}, allow_nan=False) + '\n')
     figure(logs, args.out / 'training.png')
+    print(table(parts))
 
 
 if __name__ == '__main__':

@@ -18,8 +18,12 @@ import train
 
 def maps(folder):
     """{what: [H, rows, cols]} of the run in `folder`, before and after training."""
-    settings = train.read(folder / 'config.json', lambda p: train.Settings(**json.loads(p.read_text())['settings'] | dict(
-        device='cpu', data_dir=tasks.default_data_dir())))
+    def load(path):
+        settings = train.Settings(**json.loads(path.read_text())['settings'] | dict(device='cpu', data_dir=tasks.default_data_dir()))
+        if settings.task != 'cifar10':
+            raise ValueError(f'a run of {settings.task}')
+        return settings
+    settings = train.read(folder / 'config.json', load, 'run_all.sh vision makes it')
     task, model, _ = train.build(settings)
     rows, cols = task.model['grid']
     middle = rows // 2 * cols + cols // 2
@@ -49,7 +53,7 @@ def figure(found, path):
             axis.set(xticks=[], yticks=[], title=f'head {h}')
         row[0].set_ylabel(what.replace(', ', ',\n'), rotation=0, ha='right', va='center')
     fig.tight_layout()
-    fig.savefig(path, dpi=110)
+    tasks.write(path, lambda p: fig.savefig(p, format='png', dpi=110))
 
 
 def main(argv=None):
@@ -62,7 +66,7 @@ def main(argv=None):
     if absent:
         raise tasks.DataError(f'{absent[0]} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
     found = maps(out / 'cifar10-mask-s0') | maps(out / 'cifar10-impulse-s0')
-    train.write_json(out / 'priors.json', {what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
+    tasks.write_json(out / 'priors.json', {what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
     figure(found, out / 'priors.png')
 
 
