@@ -350,8 +350,7 @@ def train(settings, folder, task, model, target):
     initial = maskprior.prior_weights(model)
     step, seconds, log = 0, 0., []
     def write_log():
-        lines = ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log)
-        tasks.write(folder / 'log.jsonl', lambda p: p.write_text(lines))
+        tasks.write_text(folder / 'log.jsonl', ''.join(json.dumps(row, allow_nan=False) + '\n' for row in log))
 
     def predict(x, target=None):
         with autocast(settings):
