@@ -358,7 +358,7 @@ def train(settings, folder, task, model, target):
 
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
-        if other := sorted(k for k in run.keys() | saved['run'].keys() if run.get(k) != saved['run'].get(k)):
+        if other := sorted(k for k in run.keys() | saved['run'].keys() if run.get(k) != saved['run'].get(k, getattr(Settings, k, None))):
             raise UsageError(f'{path} comes from a run with another {", ".join(other)}: choose another --out or --name')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
