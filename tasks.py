@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 def command(main, script):
     """Runs main(); its refusals become one line on stderr and the exit code: 2 bad arguments, 1 anything that failed."""
+    training = script == 'train.py' and '--bench' not in sys.argv
     try:
         sys.stdout.reconfigure(errors='backslashreplace')                          # of a terminal that has no Unicode
     except AttributeError:                                                         # replaced by something that isn't a file
@@ -66,14 +67,14 @@ def command(main, script):
     except (RunError, DataError, OSError) as error:
         code, says = 1, error
     except KeyboardInterrupt:
-        code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if '--bench' not in sys.argv and script == 'train.py' else '')
+        code, says = 1, 'interrupted' + ('; --resume goes on from the last evaluation' if training else '')
     except MemoryError:
         code, says = 1, 'out of memory'
     except RuntimeError as error:
         known = ('out of memory', 'allocate memory', 'No working C++ compiler')    # a bug keeps its traceback
         if not any(says in str(error) for says in known):
             raise
-        code, says = 1, str(error).splitlines()[0] + ('; make --batch, --width or --context smaller' if 'memory' in str(error) else '')
+        code, says = 1, str(error).splitlines()[0] + ('; make --batch, --width or --context smaller' if training and 'memory' in str(error) else '')
     print(f'{script}: {says}', file=sys.stderr)
     return code
 
@@ -813,8 +814,8 @@ def story_words(text):
 
 
 def corpus(name, data_dir):
-    """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, <unk> and <eos> in it,
-    the most frequent first.
+    """{'train', 'valid', 'test': word ids [S]} and the vocabulary, from the training words alone, <unk> and <eos> in it
+    (first, where they are rare), the most frequent first.
 
     wikitext2: its three files, every word. tinystories: one training file, its last 5 % of stories (at most 1,000) for test and as
     many before for validation, the 4,096 most frequent words.

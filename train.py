@@ -1,6 +1,6 @@
 """Trains one model on one task from one initialisation:  python train.py --task parity2 --init mask
 
-Writes runs/TASK-INIT-sSEED/: config.json (the settings that make the run, versions, device, commit), log.jsonl (one object for each
+Writes runs/TASK-INIT-sSEED/: config.json (the settings that make the run, torch's version, commit), log.jsonl (one object for each
 evaluation), checkpoint.pt, and at the end result.json. Exit 0: done; 1: the run failed; 2: bad arguments.
 --list names the tasks and the arms, and what each needs and sets. --bench [TASK ...] times a step: results/bench.py.
 """
@@ -459,9 +459,9 @@ def is_finished(settings, resume):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if '--list' in argv and len(argv) > 1:
-        raise UsageError('--list stands alone')
     if '--list' in argv:
+        if len(argv) > 1:
+            raise UsageError('--list stands alone')
         return print('\n'.join(listing()))
     if '--bench' in argv:
         sys.path.insert(0, str(Path(__file__).parent / 'results'))

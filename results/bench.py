@@ -34,12 +34,12 @@ def timed(seconds, device, *steps):
 
     The steps take turns, so that whatever else the machine does meets all of them.
     """
-    times = [[] for _ in steps]
+    times, cuda = [[] for _ in steps], torch.device(device).type == 'cuda'
     while len(times[0]) < 8 or sum(map(sum, times)) < seconds * len(steps):
         for step, own in zip(steps, times):
             start = time.perf_counter()
             step()
-            if torch.device(device).type == 'cuda':
+            if cuda:
                 torch.cuda.synchronize(device)
             own.append(time.perf_counter() - start)
     return [(median, low, high) for low, median, high in (statistics.quantiles(own[3:], n=4) for own in times)]
@@ -195,7 +195,8 @@ def main(argv=None):
         options = {name: ['--device', args.device, *(['--data-dir', folder] if name in tasks.PLACES else [])] for name in TASKS}
         rows = [row for name in args.tasks or TASKS for row in bench_task(name, options[name], rates, args.seconds)]
     found = dict(command=shlex.join(['python', 'train.py', '--bench', *(sys.argv[1:] if argv is None else argv)]), commit=train.commit(),
-                 torch=torch.__version__, device=torch.cuda.get_device_name(args.device) if torch.device(args.device).type == 'cuda' else 'cpu', threads=args.threads,
+                 torch=torch.__version__, device=torch.cuda.get_device_name(args.device) if torch.device(args.device).type == 'cuda' else 'cpu',
+                 threads=args.threads,
                  product={'fp32': rates[False], 'bf16': rates[True]}, tasks=rows, attention=list(bench_attention(args.device, args.seconds)),
                  seeds=list(bench_seeds(args.device, args.seconds)))
     tasks.write_json(args.out / 'bench.json', found)

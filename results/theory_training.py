@@ -18,6 +18,7 @@ import torch
 
 import train
 from maskprior import layer_inputs, prior_tv, prior_weights, relative_change
+from report import draw
 from theory import diam, table, tv
 
 OPTIMISERS = {'SGD': (0.03, 2000), 'Adam': (0.001, 1000)}  # learning rate, steps; SGD diverges at 0.1 (measured)
@@ -114,8 +115,7 @@ def figure(logs, path):
                               label=f'{arm}, {name.split()[-1]}')
             axis.set(title=f'{optimiser}: {title}', xlabel='step', yscale='linear' if title == 'prior_tv' else 'log')
             axis.legend(fontsize=6)
-    fig.tight_layout()
-    tasks.write(path, lambda p: fig.savefig(p, format='png', dpi=110))
+    draw(fig, path)
 
 
 def main(argv=None):

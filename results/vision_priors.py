@@ -14,6 +14,7 @@ import torch
 
 import maskprior
 import train
+from report import draw
 
 
 def maps(folder):
@@ -52,8 +53,7 @@ def figure(found, path):
             axis.imshow(image, vmin=0, vmax=1 if 'sigmoid' in what else float(of.max()), cmap='magma')
             axis.set(xticks=[], yticks=[], title=f'head {h}')
         row[0].set_ylabel(what.replace(', ', ',\n'), rotation=0, ha='right', va='center')
-    fig.tight_layout()
-    tasks.write(path, lambda p: fig.savefig(p, format='png', dpi=110))
+    draw(fig, path)
 
 
 def main(argv=None):
