@@ -1,4 +1,5 @@
 """pytest -q: attention, priors, tasks, data, theory, runs; of each the identities and hand-computed values first."""
+import dataclasses
 import functools
 import hashlib
 import http.server
@@ -1439,7 +1440,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, no_fakes):
         path.unlink()
     make_cifar(tmp_path / 'data' / 'cifar-10-batches-py', n=50)
     no_fakes()
-    with pytest.raises(tasks.UsageError, match='another training_examples'):
+    with pytest.raises(tasks.UsageError, match='from 80 training examples, not 100'):
         train.main(options)
 
 
@@ -1553,7 +1554,7 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
         assert code == 1 and 'checkpoint.pt' in line and '--overwrite' in line and path.read_bytes() == content
     saved(good | {'run': good['run'] | {'seed': 1}})                               # copied from the next seed's folder
     code, line = refused(capsys, *options)
-    assert code == 2 and 'another seed' in line
+    assert code == 2 and 'another --seed' in line
     path.unlink()
     path.mkdir()
     assert refused(capsys, *options)[0] == 1
@@ -1680,6 +1681,12 @@ def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
     folders = [(s.out, s.name or (s.task, s.init, s.seed)) for s in map(train.parse, asked)]
     assert runs == len(folders) == len(set(folders))                               # no two runs share a folder
     assert all(out.startswith('results' if size == 'full' else 'runs/quick') for out, _ in folders)
+
+
+def test_every_recorded_run_is_a_row_of_run_all_and_finished(tmp_path):
+    rows = [train.parse(asked) for asked in asked_of_train(tmp_path, 'boolean', 'arithmetic', 'vision', 'language')]
+    finished = [train.is_finished(dataclasses.replace(row, out=HERE / row.out), resume=True) for row in rows]
+    assert sum(finished) == len([*(HERE / 'results').rglob('result.json')]) > 300
 
 
 def test_a_finished_run_is_not_asked_for_again(tmp_path):

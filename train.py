@@ -179,7 +179,7 @@ def parse(argv):
             if getattr(settings, name) is not None and not fine(getattr(settings, name)):
                 raise UsageError(f'{option(name)} {getattr(settings, name)} must be {must}')
     for f in dataclasses.fields(Settings):
-        if f.name in given and settings.task not in (f.metadata['tasks'] or [settings.task]):
+        if f.name in given and not concerns(f, settings.task):
             raise UsageError(f'{option(f.name)} says nothing about {settings.task}: it is for '
                              f'{", ".join(f.metadata["tasks"])}')
     s = settings
@@ -208,6 +208,10 @@ def parse(argv):
 
 def option(name):
     return '--' + name.replace('_', '-')
+
+
+def concerns(field, task):
+    return task in (field.metadata['tasks'] or [task])
 
 
 def listing():
@@ -338,9 +342,9 @@ def train(settings, folder, task, model, target):
 
     Of several processes each takes its part of every batch; the first evaluates and writes.
     """
-    run = {k: v for k, v in describing(settings).items() if k not in ANYWHERE} | {'training_examples': task.known.get('training_examples')}
+    run, examples = describing(settings), task.known.get('training_examples')
     if settings.epochs:
-        per_epoch = task.known['training_examples'] / settings.batch
+        per_epoch = examples / settings.batch
         settings = dataclasses.replace(settings, steps=max(1, round(settings.epochs * per_epoch)),
                                        warmup=round(settings.warmup * per_epoch), eval_every=max(1, round(settings.eval_every * per_epoch)))
     rank, world = processes()
@@ -358,8 +362,9 @@ def train(settings, folder, task, model, target):
 
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
-        if other := sorted(k for k in run.keys() | saved['run'].keys() if run.get(k) != saved['run'].get(k, getattr(Settings, k, None))):
-            raise UsageError(f'{path} comes from a run with another {", ".join(other)}: choose another --out or --name')
+        refuse_another(run, saved['run'], path)
+        if saved['run']['training_examples'] != examples:
+            raise UsageError(f'{path} is from {saved["run"]["training_examples"]} training examples, not {examples}: choose a --name, or --overwrite it')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         if any(moment.ndim and moment.shape != p.shape for p, state in optimiser.state.items() for moment in state.values()):
@@ -393,7 +398,7 @@ def train(settings, folder, task, model, target):
         write_log()
         tasks.write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(), step=step,
-                 seconds=seconds, log=log, run=run), p))
+                 seconds=seconds, log=log, run=run | {'training_examples': examples}), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         shown = '  '.join(f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
@@ -434,9 +439,17 @@ def folder_of(settings):
 
 
 def describing(settings):
-    """The settings that make a run what it is, for its config.json."""
-    return {k: v for k, v in dataclasses.asdict(settings).items()
-            if k not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
+    """The settings that make a run what it is, for its config.json: those that say something about its task."""
+    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings) if concerns(f, settings.task)
+            and f.name not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
+
+
+def refuse_another(run, before, path):
+    """Refuses what lies at `path` if the run that it is from, `before`, isn't `run`; both as by describing()."""
+    for name, value in run.items():
+        was = before.get(name, getattr(Settings, name))                      # an older run may not know the setting
+        if name not in ANYWHERE and was != value:
+            raise UsageError(f'{path} holds a run with another {option(name)} ({was}, not {value}): choose a --name, or --overwrite it')
 
 
 def is_finished(settings, resume):
@@ -445,10 +458,7 @@ def is_finished(settings, resume):
     if not any((folder / f).exists() for f in FILES):
         return False
     before = read(folder / 'config.json', lambda p: {**json.loads(p.read_text())['settings']})
-    for name, value in describing(settings).items():
-        was = before.get(name, getattr(Settings, name))                            # an older run may not know the setting
-        if name not in ANYWHERE and was != value:
-            raise UsageError(f'{folder} holds a run with another {option(name)} ({was}, not {value}): choose a --name, or --overwrite it')
+    refuse_another(describing(settings), before, folder)
     if (folder / 'result.json').exists():
         read(folder / 'result.json', lambda p: json.loads(p.read_text())['fitted'])
         return True
