@@ -951,6 +951,8 @@ def find(name, data_dir):
     for place in PLACES[name]:
         if found := sorted(Path(data_dir).glob(place)):
             return found[0]
+    if Path(data_dir).is_dir():
+        os.listdir(data_dir)                                                       # one that may not be read looks empty to glob
     raise DataError(f'{name} is not in {data_dir}: ' + (
         f'python tasks.py download {name} --data-dir {data_dir}' if name in DOWNLOADS else
         'ImageNet has to be fetched from image-net.org by hand; its class folders go to imagenet100/train/<WordNet id>/*.JPEG and '

@@ -721,7 +721,8 @@ def test_imagenet_folders_with_what_people_have_in_them(tmp_path):
     assert x.shape == test_x.shape == (8, 3, 32, 32) and y.tolist() == [0] * 4 + [1] * 4
     assert (x[0].float().mean((1, 2)) - torch.tensor([0., 100, 50])).abs().max() < 3 and (x[1].float() - 90).abs().max() < 3
     kept = sorted(p.name for p in (tmp_path / 'cache').iterdir())
-    assert torch.equal(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][0], x) and kept == sorted(p.name for p in (tmp_path / 'cache').iterdir())
+    assert torch.equal(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][0], x)
+    assert kept == sorted(p.name for p in (tmp_path / 'cache').iterdir())
     bad.write_bytes((bad.parent / 'a.JPEG').read_bytes()[:300])
     with pytest.raises(tasks.DataError, match='n02/e.JPEG can not be decoded'):
         tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')
@@ -986,7 +987,8 @@ def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, mon
     monkeypatch.setenv('MASKPRIOR_DATA', str(tmp_path))
     assert not vision_priors.main([str(tmp_path)])
     found = {what: torch.tensor(of) for what, of in json.loads((tmp_path / 'priors.json').read_text()).items()}
-    assert sorted(found) == [f'{what}, {when}' for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)') for when in ('after', 'before')]
+    assert sorted(found) == [f'{what}, {when}' for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)')
+                             for when in ('after', 'before')]
     for what in ('impulse: attention', 'mask: attention', 'mask: sigmoid(M)'):
         assert found[f'{what}, before'].shape == (3, 8, 8)
         if 'mask' in what:                                                         # impulse: roughly, on images of noise
@@ -1136,13 +1138,15 @@ def test_words_of_both_data_sets_by_hand(tmp_path, monkeypatch):
     assert words("Lily's 2 cats!<|endoftext|>Don't.<|endoftext|>cut of") == [
         ["lily's", '2', 'cats', '!', '<eos>'], ["don't", '.', '<eos>']]
     one = [['a', '<eos>'], ['b', '<eos>']]
-    for text in ('A<|endoftext|>B<|endoftext|>', 'A\n<|endoftext|>\nB\n<|endoftext|>\n', '<|endoftext|>A<|endoftext|><|endoftext|>\n<|endoftext|>B<|endoftext|>'):
+    for text in ('A<|endoftext|>B<|endoftext|>', 'A\n<|endoftext|>\nB\n<|endoftext|>\n',
+                 '<|endoftext|>A<|endoftext|><|endoftext|>\n<|endoftext|>B<|endoftext|>'):
         assert words(text) == one
     assert words('A') == [['a', '<eos>']] and words(' \n') == []
     (tmp_path / 'tinystories').mkdir()
     (tmp_path / 'tinystories' / 'TinyStories-train.txt').write_text('A b.<|endoftext|>B<|endoftext|>b c<|endoftext|>')
     ids, vocabulary = tasks.corpus('tinystories', tmp_path)
-    assert vocabulary == ['<unk>', 'a', 'b', '.', '<eos>'] and [ids[s].tolist() for s in ('train', 'valid', 'test')] == [[1, 2, 3, 4], [2, 4], [2, 0, 4]]
+    assert vocabulary == ['<unk>', 'a', 'b', '.', '<eos>']
+    assert [ids[s].tolist() for s in ('train', 'valid', 'test')] == [[1, 2, 3, 4], [2, 4], [2, 0, 4]]
     for size in (2, 3, 4, 5, 6):                                                   # <eos> is the fourth word of the training story
         monkeypatch.setattr(tasks, 'STORIES_VOCABULARY', size)
         vocabulary = tasks.corpus('tinystories', tmp_path)[1]
@@ -1334,7 +1338,8 @@ def test_loose_bound_is_not_called_tight(tmp_path):
 
 
 @pytest.mark.parametrize('argv, word', [(['--draws', '0'], 'draws'), (['--draws', '-5'], 'draws'), (['--seed', '-1'], 'seed'),
-                                        (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'), (['--device', 'mps'], 'mps'),
+                                        (['--device', 'abacus'], 'abacus'), (['--device', 'meta'], 'meta'), (['--device', 'hpu'], 'hpu'),
+                                        (['--device', 'mps'], 'mps'),
                                         (['--draws', 'many'], 'many'), (['--depth', '3'], '--depth')])
 def test_bad_arguments_exit_2_with_one_line(argv, word, tmp_path, capsys):
     assert tasks.command(lambda: theory.main([*argv, '--out', str(tmp_path)]), 'theory.py') == 2
@@ -1380,7 +1385,8 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--prior-bits', '2,77'], '--prior-bits'), (['--task', 'cyclic3', '--prior-bits', '1,2'], '--prior-bits'),
     (['--strength', '-1'], 'strength'), (['--width', '8', '--heads', '2', '--init', 'qk-svd'], 'width'), (['--lr', 'nan'], '--lr'),
     (['--level', 'inf'], 'level'), (['--flip', '2'], '--flip'), (['--pos-std', '0', '--init', 'qk-svd'], 'qk-svd'),
-    (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed'), (['--seed', '99999999999999999999'], '--seed'), (['--device', 'meta'], '--device'),
+    (['--learn-mask', 'false'], '--learn-mask'), (['--seed', 'x'], '--seed'), (['--seed', '99999999999999999999'], '--seed'),
+    (['--device', 'meta'], '--device'),
     (['--level', '1e39'], 'finite'), (['--strength', '1e-9'], 'prior'), (['--pos-std', '-1'], '--pos-std'),
     (['--prior-bits', '2,2'], '--prior-bits'), (['--init', 'default', '--freeze-mask'], '--freeze-mask'),
     (['--overwrite', '--resume'], '--overwrite'), (['--task', 'add3', '--hole', '+-'], '--hole'), (['--frac', '0.1'], '--frac'),
@@ -1389,7 +1395,8 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     (['--task', 'add3', '--order', 'left'], '--order'), (['--task', 'cifar10', '--steps', '9'], '--epochs'),
     (['--task', 'cifar10', '--pos-std', '1'], '--pos-std'), (['--device', 'mps'], '--device'),
     (['--task', 'add3', '--without', 'carry', '--per-head', 'false'], '--per-head'), (['--lr', '1e300'], '--lr'), (['--batch', '9' * 30], '--batch'),
-    (['--prior-bits', ''], 'such as 2,3'), (['--task', 'cifar10', '--width', '18', '--heads', '3'], '--width 18'), (['--list', '--foo'], '--list stands alone'),
+    (['--prior-bits', ''], 'such as 2,3'), (['--task', 'cifar10', '--width', '18', '--heads', '3'], '--width 18'),
+    (['--list', '--foo'], '--list stands alone'),
     (['--name', '../x'], '--name'), (['--name', '.'], '--name'), (['--name', ''], '--name'), (['--task', 'parity2', '--bench'], '--task'),
     (['--task', 'imagenet100', '--crop', 'pad'], '--crop'), (['--task', 'cifar10', '--init', 'mimetic', '--mimetic-v'], '--mimetic-v'),
     (['--bench', '--threads', '0'], '--threads'), (['--bench', '--seconds', 'nan'], '--seconds'), (['--bench', '--device', 'meta'], '--device'),
@@ -1543,11 +1550,13 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
     def saved(content):
         torch.save(content, path)
         return path.read_bytes()
+    without = lambda name: {k: v for k, v in good.items() if k != name}
+    other_state = {i: s | {'exp_avg': torch.zeros(3)} for i, s in good['optimiser']['state'].items()}
     contents = [b'', b'no checkpoint', pickle.dumps(Gadget(tmp_path / 'marker')), saved({}), saved([1]), saved(Gadget(tmp_path / 'marker')),
                 saved(good | {'model': {}}), saved(good | {'optimiser': {}}), saved(good | {'generator': torch.zeros(3)}),
-                saved({k: v for k, v in good.items() if k != 'log'}), saved(good | {'step': 99}), saved(good | {'step': '3'}),
-                saved(good | {'log': [1]}), saved(good | {'seconds': 'long'}), saved({k: v for k, v in good.items() if k != 'run'}),
-                saved(good | {'optimiser': good['optimiser'] | {'state': {i: s | {'exp_avg': torch.zeros(3)} for i, s in good['optimiser']['state'].items()}}})]
+                saved(without('log')), saved(good | {'step': 99}), saved(good | {'step': '3'}), saved(good | {'log': [1]}),
+                saved(good | {'log': [{}, *good['log'][1:]]}), saved(good | {'seconds': 'long'}), saved(without('run')),
+                saved(good | {'optimiser': good['optimiser'] | {'state': other_state}})]
     for content in contents:
         path.write_bytes(content)
         code, line = refused(capsys, *options)
@@ -1568,7 +1577,8 @@ def test_foreign_checkpoints_are_one_line_and_run_no_code(tmp_path, capsys):
 
 def test_no_result_is_lost_to_a_full_disk_or_a_closed_pipe(tmp_path):
     resource = pytest.importorskip('resource', reason='no limit on the size of a file here: a full disk is not tried')
-    few = "import sys, theory, tasks; sys.exit(tasks.command(lambda: theory.main(['--draws', '80', '--out', sys.argv[1]], steps=2, T=3), 'theory.py'))"
+    few = ('import sys, theory, tasks\n'
+           'sys.exit(tasks.command(lambda: theory.main(["--draws", "80", "--out", sys.argv[1]], steps=2, T=3), "theory.py"))')
     run = lambda limit: subprocess.run([sys.executable, '-c', few, str(tmp_path)], cwd=HERE, capture_output=True, text=True,
                                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     (tmp_path / 'theory.md').write_text('recorded')
@@ -1585,7 +1595,8 @@ def test_no_result_is_lost_to_a_full_disk_or_a_closed_pipe(tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path):
     resource = pytest.importorskip('resource', reason='no limit on the size of a file here: a full disk is not tried')
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))    # enough for config.json and log.jsonl
-    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path, '--name', 'x'], capture_output=True, text=True, preexec_fn=limit)
+    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path, '--name', 'x'], capture_output=True, text=True,
+                          preexec_fn=limit)
     assert done.returncode == 1 and 'checkpoint.pt' in done.stderr and len(done.stderr.splitlines()) == 1
     assert sorted(p.name for p in (tmp_path / 'x').iterdir()) == ['config.json', 'log.jsonl']
 
@@ -1601,7 +1612,8 @@ def test_what_lies_in_the_folder_and_is_not_the_runs_stays(tmp_path, capsys):
     assert code == 1 and 'config.json' in line and (tmp_path / 'y' / 'log.jsonl').read_text() == 'mine'
 
 
-@pytest.mark.parametrize('environment, options, says', [({'CXX': '/nope'}, [*SMALL, '--compile'], 'C++ compiler'), ({'MASKPRIOR_DATA': ''}, ['--task', 'cifar10'], 'not in data')])
+@pytest.mark.parametrize('environment, options, says', [
+    ({'CXX': '/nope'}, [*SMALL, '--compile'], 'C++ compiler'), ({'MASKPRIOR_DATA': ''}, ['--task', 'cifar10'], 'not in data')])
 def test_an_environment_that_lacks_something_is_one_line(tmp_path, environment, options, says):
     done = subprocess.run([sys.executable, HERE / 'train.py', *options, '--out', tmp_path], cwd=tmp_path, capture_output=True, text=True,
                           env=dict(os.environ, **environment))
@@ -1615,7 +1627,8 @@ def test_tables_go_through_a_terminal_without_unicode(tmp_path):
 
 
 def test_a_rank_without_torchrun_is_one_process(tmp_path):
-    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path], capture_output=True, text=True, env=dict(os.environ, RANK='0'))
+    done = subprocess.run([sys.executable, HERE / 'train.py', *SMALL, '--out', tmp_path], capture_output=True, text=True,
+                          env=dict(os.environ, RANK='0'))
     assert done.returncode == 0 and not done.stderr
 
 
@@ -1627,9 +1640,10 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
     train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
 
 
-@pytest.mark.parametrize('M0, says', [(torch.zeros(5, 5), 'N = 16'), (torch.zeros(3, 16, 16), 'H = 4'), (torch.zeros(16), 'N = 16'),
-                                      (torch.zeros(1, 4, 16, 16), 'N = 16'), (torch.full((16, 16), math.nan), 'finite'),
-                                      (torch.full((16, 16), -math.inf), 'finite'), (torch.full((16, 16), -1e300, dtype=torch.float64), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite')])
+@pytest.mark.parametrize('M0, says', [
+    (torch.zeros(5, 5), 'N = 16'), (torch.zeros(3, 16, 16), 'H = 4'), (torch.zeros(16), 'N = 16'), (torch.zeros(1, 4, 16, 16), 'N = 16'),
+    (torch.full((16, 16), math.nan), 'finite'), (torch.full((16, 16), -math.inf), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite'),
+    (torch.full((16, 16), -1e300, dtype=torch.float64), 'finite')])
 def test_masks_that_make_no_sense_are_refused(M0, says):
     model = maskprior.Transformer(3, (16,), 1)
     with pytest.raises(ValueError, match=says):
@@ -1712,8 +1726,8 @@ def test_the_papers_sizes_run_for_an_epoch_on_images_of_the_right_shape(task, tm
         pytest.importorskip('PIL')
         make_imagenet(tmp_path)
     for i, options in enumerate(a for a in asked if task in a):
-        train.main([*options, '--device', 'cpu', '--compile', 'false', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1', '--data-dir', str(tmp_path),
-                    '--out', str(tmp_path), '--cache', str(tmp_path / 'cache'), '--name', str(i)])
+        train.main([*options, '--device', 'cpu', '--compile', 'false', '--epochs', '1', '--batch', '8', '--warmup', '0', '--eval-every', '1',
+                    '--data-dir', str(tmp_path), '--out', str(tmp_path), '--cache', str(tmp_path / 'cache'), '--name', str(i)])
         result = json.loads((tmp_path / str(i) / 'result.json').read_text())
         assert 5e6 < result['parameters'] < 7e6 and math.isfinite(result['loss'])   # ViT-Tiny
 
@@ -1753,7 +1767,7 @@ def test_a_table_by_hand(tmp_path, capsys):
     assert error.count('\n') == 1 and str(folder / 'result.json') in error
     assert tasks.command(lambda: report.main([str(tmp_path / 'none')]), 'report.py') == 2
     assert tasks.command(lambda: report.main([str(tmp_path), '--write']), 'report.py') == 2
-    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'empty' / 'bench').mkdir(parents=True)                             # as an interrupted --bench leaves it
     assert not report.main([str(tmp_path / 'empty')]) and 'no finished runs' in capsys.readouterr().err
     for content in ('{}', '[]', '{"seed": 1, "accuracy": "high"}'):                # not what a run writes
         (folder / 'result.json').write_text(content)

@@ -446,9 +446,10 @@ def main(argv=None, **checks):
     torch.set_num_threads(threads)
     failed = [n for _, _, rows in parts for n, _, ok in rows if not ok]
     finite = lambda y: y if math.isfinite(y) else str(y)
-    record = {'device': args.device, 'draws': args.draws, 'seed': args.seed, 'torch': torch.__version__, 'seconds': round(time.time() - start, 1), 'failed': failed, 'parts': [
-        dict(title=title, columns=columns, rows=[dict(statement=n, values=[*map(finite, y)], ok=ok) for n, y, ok in rows])
-        for title, columns, rows in parts]}
+    record = dict(device=args.device, draws=args.draws, seed=args.seed, torch=torch.__version__, seconds=round(time.time() - start, 1),
+                  failed=failed, parts=[
+                      dict(title=title, columns=columns, rows=[dict(statement=n, values=[*map(finite, y)], ok=ok) for n, y, ok in rows])
+                      for title, columns, rows in parts])
     last = (f"{len(failed)} failed. {record['seconds']} s on {args.device}, torch {torch.__version__}, "
             f'--draws {args.draws} --seed {args.seed}')
     write_text(args.out / 'theory.md', f"{table(parts, bar=chr(92) + '|')}\n\n{last}\n")

@@ -363,8 +363,8 @@ def train(settings, folder, task, model, target):
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
         refuse_another(run, saved['run'], path)
-        if saved['run']['training_examples'] != examples:
-            raise UsageError(f'{path} is from {saved["run"]["training_examples"]} training examples, not {examples}: choose a --name, or --overwrite it')
+        if (was := saved['run']['training_examples']) != examples:
+            raise UsageError(f'{path} is from {was} training examples, not {examples}: choose a --name, or --overwrite it')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         if any(moment.ndim and moment.shape != p.shape for p, state in optimiser.state.items() for moment in state.values()):
@@ -372,7 +372,9 @@ def train(settings, folder, task, model, target):
         generator.set_state(saved['generator'])
         if not 0 <= saved['step'] <= settings.steps:
             raise ValueError(f'step {saved["step"]} of {settings.steps}')
-        return saved['step'], float(saved['seconds']), [dict(row) for row in saved['log']]
+        if not all({'step', 'prior_tv', *task.shown} <= row.keys() for row in saved['log']):
+            raise ValueError('its log lacks a metric')
+        return saved['step'], float(saved['seconds']), saved['log']
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
         step, seconds, log = read(folder / 'checkpoint.pt', restore)

@@ -299,7 +299,8 @@ def training_figure(plt, results, section, tasks, metric):
             points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
             for axis, key in zip(axes[:, tasks.index(task)], (metric, 'prior_tv')):
                 shown = points[1:] if key == 'perplexity' else points              # the vocabulary's size at step 0 would hide the rest
-                axis.plot([p[0]['step'] for p in shown], [mean(r[key] for r in p) for p in shown], f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
+                axis.plot([p[0]['step'] for p in shown], [mean(r[key] for r in p) for p in shown],
+                          f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
                 axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
     for axis in axes[0]:
         axis.legend()
@@ -330,7 +331,7 @@ FIGURES = {  # section: how to draw it
 # -------------------------------------------------------------------------------------------------------------------- main
 
 SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language,
-            'bench': lambda results: bench_tables(load(results / 'bench' / 'bench.json'))}
+            'bench': lambda results: bench_tables(load(path)) if (path := results / 'bench' / 'bench.json').exists() else ()}
 
 
 def sections(results):

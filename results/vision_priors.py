@@ -66,7 +66,8 @@ def main(argv=None):
     if absent:
         raise tasks.DataError(f'{absent[0]} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
     found = maps(out / 'cifar10-mask-s0') | maps(out / 'cifar10-impulse-s0')
-    tasks.write_json(out / 'priors.json', {what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
+    tasks.write_json(out / 'priors.json', {
+        what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
     figure(found, out / 'priors.png')
 
 
