@@ -224,6 +224,7 @@ class Transformer(nn.Module):
             x = block(x)
         x = self.norm(self.blocks[-1](x, self.rows))                               # [B, rows, D]
         if target is not None:
+            assert self.head.bias is None, 'the loss in chunks is for an output layer without bias: tied=True'
             return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, target.flatten(), torch.is_grad_enabled())
         if self.pool:
             x = x.mean(1) if self.pool == 'mean' else x.sum(1)

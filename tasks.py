@@ -72,9 +72,10 @@ def command(main, script):
         code, says = 1, 'out of memory'
     except RuntimeError as error:
         known = ('out of memory', 'allocate memory', 'No working C++ compiler')    # a bug keeps its traceback
-        if not any(says in str(error) for says in known):
+        says = next((line for line in str(error).splitlines() if any(words in line for words in known)), None)
+        if says is None:
             raise
-        code, says = 1, str(error).splitlines()[0] + ('; make --batch, --width or --context smaller' if training and 'memory' in str(error) else '')
+        code, says = 1, says + ('; make --batch, --width or --context smaller' if training and 'memory' in says else '')
     print(f'{script}: {says}', file=sys.stderr)
     return code
 
@@ -445,7 +446,9 @@ def unpickle(data):
     """
     class Array:
         def __setstate__(self, state):
-            self.shape, self.bytes = state[1], state[4]
+            _, self.shape, _, by_columns, self.bytes = state
+            if by_columns:
+                raise pickle.UnpicklingError('an array stored by columns')
 
     class Dtype:
         def __init__(self, kind, *_):

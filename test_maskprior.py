@@ -124,16 +124,17 @@ def test_bias_and_gradient_stay_finite_far_down(dtype):
     assert torch.allclose(bias.float(), M.float(), rtol=1e-2) and torch.allclose(M.grad.float(), torch.ones(4), rtol=1e-2)
 
 
+@pytest.mark.parametrize('half', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('sdpa', [False, True])
-def test_autocast_leaves_the_mask_in_its_own_type(dtype, sdpa):
+def test_autocast_leaves_the_mask_in_its_own_type(half, dtype, sdpa):
     attn = maskprior.Attention(16, 2, sdpa=sdpa)
     attn.M = torch.nn.Parameter(torch.randn(5, 5, dtype=dtype))
     x = torch.randn(2, 5, 16)
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast('cpu', half):
         out = attn(x)
     out.float().square().sum().backward()
-    assert out.dtype == torch.bfloat16 and attn.M.dtype == attn.M.grad.dtype == dtype
+    assert out.dtype == half and attn.M.dtype == attn.M.grad.dtype == dtype
     assert torch.allclose(out.float(), attn.to(torch.float32)(x), atol=0.05) and attn.M.grad.abs().max() > 0
 
 
@@ -232,6 +233,12 @@ def test_arms_hold_the_prior_before_training(arm):
     assert maskprior.prior_tv(model, target, fresh) < (0.01 if arm == 'qk-svd' else 0.03) < 0.5 < maskprior.prior_tv(tiny()[1], target, fresh)
 
 
+@pytest.mark.parametrize('arm', ['mask', 'qk-svd', 'qk-opt'])
+def test_arms_hold_the_prior_of_a_causal_task(arm):
+    task, model, target = train.build(train.parse(['--task', 'add3', '--init', arm, '--frac', '0.001', '--width', '64', '--layers', '2']))
+    assert (target.triu(1) == 0).all() and maskprior.prior_tv(model, target, task.batch(torch.Generator().manual_seed(1), 256)[0]) < 0.03
+
+
 def test_prior_tv_by_hand():
     model = maskprior.Transformer(2, (2,), outputs=1, D=4, H=2, L=1)
     model.blocks[0].attn.q.weight.data.zero_()                                     # attention 1/2, 1/2 in both rows
@@ -247,12 +254,43 @@ def test_prior_tv_by_hand():
     assert maskprior.asking_rows(torch.tensor([[1., 0.], [0.5, 0.5]]), torch.ones(2, 2).tril().bool()).tolist() == [False, False]
 
 
+def test_prior_tv_is_the_mean_over_layers_heads_and_asking_rows():
+    model = maskprior.Transformer(2, (2,), outputs=1, D=4, H=2, L=2)
+    for block in model.blocks:
+        block.attn.q.weight.data.zero_()                                           # attention 1/2, 1/2
+    model.blocks[1].attn.M = torch.nn.Parameter(torch.tensor([[0., -math.log(5.)]] * 2))         # sigmoid 1/2, 1/6 -> 3/4, 1/4
+    target = torch.tensor([[[0.75, 0.25], [0.5, 0.5]], [[1., 0.], [0.9, 0.1]]])    # [H, N, N]; row 1 of head 0 asks nothing
+    layers = (1 / 4 + 1 / 2 + 0.4) / 3, (0 + 1 / 4 + 0.15) / 3
+    assert maskprior.prior_tv(model, target, torch.zeros(1, 2, dtype=torch.long)) == pytest.approx(sum(layers) / 2)
+
+
+def test_layer_inputs_are_what_each_attention_gets():
+    for model, x in ((tiny('mask')[1], tiny()[0].probe), (vit('cls'), torch.randn(3, 3, 16, 16)), (lm(arm='mask'), torch.randint(11, (3, 6)))):
+        got = []
+        for block in model.blocks:
+            block.attn.register_forward_pre_hook(lambda _, inputs: got.append(inputs[0]))
+        model(x)
+        whole = got.copy()                                                         # layer_inputs calls the blocks too
+        assert len(whole) == len(model.blocks) == sum(torch.equal(a, b) for a, (_, b) in zip(whole, maskprior.layer_inputs(model, x)))
+
+
 def test_relative_change_by_hand():
     _, model, _ = tiny('mask')
     initial = maskprior.prior_weights(model)
     for block in model.blocks:
         block.attn.M.data *= 1.5
     assert maskprior.relative_change(model, initial) == {'M': pytest.approx(0.5), 'W_Q': 0., 'W_K': 0.}
+
+
+@pytest.mark.parametrize('bf16', [False, True])
+def test_bf16_is_the_type_of_the_products_and_not_of_the_weights(bf16):
+    task, model, _ = tiny('mask')
+    settings, types = train.parse(['--bf16', str(bf16)]), []
+    optimiser = train.make_optimiser(model, settings)
+    model.blocks[0].attn.q.register_forward_hook(lambda _, inputs, out: types.append(out.dtype))
+    train.update(model, optimiser, task, settings, *task.batch(torch.Generator().manual_seed(0), 8))
+    assert types == [torch.bfloat16 if bf16 else torch.float32]
+    assert {p.dtype for p in model.parameters()} == {m.dtype for s in optimiser.state.values() for m in s.values()} == {torch.float32}
 
 
 def test_frozen_mask_does_not_learn():
@@ -385,6 +423,13 @@ def test_all_zero_predictions_are_all_wrong():
     task = tasks.boolean('parity2')
     metrics = task.evaluate(lambda x: torch.zeros(len(x), 1))
     assert metrics['accuracy'] == 0 and metrics['loss'] == 1 and set(metrics['fourier'].values()) == {0}
+
+
+def test_the_measures_of_a_model_that_is_the_mdi():
+    bits = lambda tokens: 1. - 2 * tokens[:, 1:]
+    found = tasks.boolean('parity2').evaluate(lambda tokens: 1 + bits(tokens)[:, :1] - bits(tokens)[:, 1:2])
+    wanted = dict(accuracy=0.75, accuracy_seen=1., accuracy_unseen=0., loss=4., loss_seen=0., prediction_unseen=3.)       # -1 is right there
+    assert {name: found[name] for name in wanted} == wanted and found['fourier'] == {'1': 1., 'x0': 1., 'x1': -1., 'x0*x1': 0.}
 
 
 def test_training_never_sees_the_hole():
@@ -529,20 +574,21 @@ def test_arithmetic_batches_are_training_pairs_and_the_loss_is_the_answers():
 # -------------------------------------------------------------------------------------------------------------- vision
 
 def make_cifar(folder, batches=2, n=20, layout='python', keys=str, name='cifar10', style='numpy.core'):
-    """A hand-made archive: image s of batch b is all s, with its label s % 10 (or 77) and one marked corner."""
+    """A hand-made archive: image s of a batch is all s, with its label s % 10 (or 77) and one marked corner; the test's are in reverse."""
     images = torch.arange(n, dtype=torch.uint8).repeat_interleave(3072).view(n, 3072).clone()
     images[:, 0] = 255                                                             # red plane, pixel (0, 0)
     labels = [77 if name == 'cifar100' else s % 10 for s in range(n)]
     folder.mkdir(parents=True, exist_ok=True)
     files = {'cifar10': [f'data_batch_{b + 1}' for b in range(batches)] + ['test_batch'], 'cifar100': ['train', 'test']}[name]
     for file in files:
+        own, own_labels = (images.flip(0), labels[::-1]) if file.startswith('test') else (images, labels)
         if layout == 'binary':
             coarse = [[3]] * n if name == 'cifar100' else [[]] * n
-            data = b''.join(bytes(c + [y]) + bytes(i.tolist()) for c, y, i in zip(coarse, labels, images))
+            data = b''.join(bytes(c + [y]) + bytes(i.tolist()) for c, y, i in zip(coarse, own_labels, own))
             (folder / f'{file}.bin').write_bytes(data)
         else:
-            entries = {'batch_label': f'training batch {file[-1]} of {batches}', 'data': FakeArray(images, style),
-                       'fine_labels' if name == 'cifar100' else 'labels': labels}
+            entries = {'batch_label': f'training batch {file[-1]} of {batches}', 'data': FakeArray(own, style),
+                       'fine_labels' if name == 'cifar100' else 'labels': own_labels}
             convert = (lambda t: t) if keys is str else (lambda t: t.encode() if isinstance(t, str) else t)
             (folder / file).write_bytes(pickle.dumps({convert(k): convert(v) for k, v in entries.items()}, protocol=2))
     return images.view(n, 3, 32, 32), torch.tensor(labels)
@@ -550,8 +596,8 @@ def make_cifar(folder, batches=2, n=20, layout='python', keys=str, name='cifar10
 
 class FakeArray:
     """Pickles as numpy writes an array of uint8, without numpy."""
-    def __init__(self, tensor, style):
-        self.tensor, self.style = tensor, style
+    def __init__(self, tensor, style='numpy.core', by_columns=False):
+        self.tensor, self.style, self.by_columns = tensor, style, by_columns
 
     def __reduce__(self):
         def named(module, name):
@@ -564,7 +610,7 @@ class FakeArray:
         dtype = named('numpy', 'dtype')
         kind = dtype()
         dtype.__reduce__ = lambda self: (dtype, ('u1', 0, 1), (3, '|', None, None, None, -1, -1, 0))
-        return reconstruct, (ndarray, (0,), b'b'), (1, tuple(self.tensor.shape), kind, False, bytes(self.tensor.flatten().tolist()))
+        return reconstruct, (ndarray, (0,), b'b'), (1, tuple(self.tensor.shape), kind, self.by_columns, bytes(self.tensor.flatten().tolist()))
 
 
 @pytest.fixture
@@ -582,14 +628,15 @@ def test_cifar_pickles_are_read_without_numpy(tmp_path, no_fakes, style, keys):
     images, labels = make_cifar(tmp_path / 'cifar-10-batches-py', style=style, keys=keys)
     no_fakes()
     (x, y), (test_x, test_y) = tasks.cifar('cifar10', tmp_path)
-    assert torch.equal(x, torch.cat([images, images])) and torch.equal(test_x, images) and y.tolist() == labels.tolist() * 2
+    assert torch.equal(x, torch.cat([images, images])) and torch.equal(test_x, images.flip(0))
+    assert y.tolist() == labels.tolist() * 2 and test_y.tolist() == labels.tolist()[::-1]
     assert x[3, 0, 0, 0] == 255 and x[3, 1, 0, 0] == 3 and 'numpy' not in sys.modules
 
 
 def test_cifar_binaries_and_archives_hold_the_same(tmp_path, no_fakes):
     images, labels = make_cifar(tmp_path / 'cifar-10-batches-bin', 5, layout='binary')
     (x, y), _ = tasks.cifar('cifar10', tmp_path)
-    assert torch.equal(x[20:40], images) and len(y) == 100
+    assert torch.equal(x[20:40], images) and y.tolist() == labels.tolist() * 5
     # CIFAR-100: coarse label 3, fine label 77, planes in the order red, green, blue
     (tmp_path / 'cifar-100-binary').mkdir()
     pixels = bytes([255] + [10] * 1023 + [20] * 1024 + [30] * 1024)
@@ -627,6 +674,10 @@ def test_a_pickle_with_a_gadget_is_refused_and_does_not_run(tmp_path):
     (lambda f: (f / 'data_batch_3').unlink(), 'data_batch_3 is missing'),
     (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'labels': [1]})), 'data_batch_1'),
     (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'data': b'x' * 3072, 'labels': [1]})), 'images that are no array'),
+    (lambda f: (f / 'data_batch_2').write_bytes(pickle.dumps({'data': FakeArray(torch.zeros(2, 3072).byte()), 'labels': [1]}, protocol=2)),
+     'data_batch_2 holds 1 labels for images of shape'),
+    (lambda f: (f / 'data_batch_2').write_bytes(pickle.dumps({'data': FakeArray(torch.zeros(2, 3072).byte(), by_columns=True), 'labels': [1, 1]},
+                                                             protocol=2)), 'data_batch_2 .* by columns'),
     (lambda f: (f / 'data_batch_1').write_bytes(pickle.dumps({'data': [[0] * 3072], 'labels': 1})), 'data_batch_1')])
 def test_damaged_cifar_is_named(tmp_path, no_fakes, damage, says):
     make_cifar(tmp_path / 'cifar-10-batches-py', batches=4)
@@ -706,9 +757,10 @@ def make_imagenet(root):
             folder = root / 'imagenet100' / split / name
             folder.mkdir(parents=True)
             Image.new('RGB', (60, 40), (200 * i, 100, 50)).save(folder / 'a.JPEG')
-            Image.new('L', (40, 40), 90).save(folder / 'b.jpg')
+            Image.new('L', (40, 40), 90).save(folder / 'b.JPG', exif=b'Exif\0\0MM\0*\xff\xff\xff\xff')    # no place for its entries
             Image.new('CMYK', (40, 90)).save(folder / 'c.jpeg')
             Image.new('RGB', (40, 40)).save(folder / 'd.JPEG', format='PNG')
+            Image.new('RGB', (40, 40)).save(folder / 'f.jpg')
         (root / 'imagenet100' / split / '.ipynb_checkpoints').mkdir()
         (root / 'imagenet100' / split / '.DS_Store').write_bytes(b'x')
         (root / 'imagenet100' / split / 'n03').mkdir()
@@ -718,7 +770,7 @@ def make_imagenet(root):
 def test_imagenet_folders_with_what_people_have_in_them(tmp_path):
     bad = make_imagenet(tmp_path)
     (x, y), (test_x, test_y) = tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')
-    assert x.shape == test_x.shape == (8, 3, 32, 32) and y.tolist() == [0] * 4 + [1] * 4
+    assert x.shape == test_x.shape == (10, 3, 32, 32) and y.tolist() == test_y.tolist() == [0] * 5 + [1] * 5
     assert (x[0].float().mean((1, 2)) - torch.tensor([0., 100, 50])).abs().max() < 3 and (x[1].float() - 90).abs().max() < 3
     kept = sorted(p.name for p in (tmp_path / 'cache').iterdir())
     assert torch.equal(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][0], x)
@@ -728,7 +780,7 @@ def test_imagenet_folders_with_what_people_have_in_them(tmp_path):
         tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')
     assert kept == sorted(p.name for p in (tmp_path / 'cache').iterdir())         # nothing half made
     (tmp_path / 'imagenet100_classes.txt').write_text('n01\nn09\n')
-    assert len(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][1]) == 4
+    assert len(tasks.imagenet100(tmp_path, 32, tmp_path / 'cache')[0][1]) == 5
 
 
 def test_imagenet_that_is_not_all_there_is_named(tmp_path):
@@ -763,6 +815,40 @@ def test_absent_pillow_is_named(tmp_path, monkeypatch):
 def test_normalisation_constants():
     assert tasks.VISION['cifar10'][3:5] == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
     assert tasks.VISION['cifar100'][3:5] == ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+
+
+@pytest.mark.parametrize('name, stored, side', [('cifar10', 32, 32), ('imagenet100', 32, 28)])
+def test_images_are_evaluated_normalised_cropped_and_by_their_own_labels(monkeypatch, name, stored, side):
+    x, test_x = torch.randint(256, (2, 6, 3, stored, stored), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    y, test_y = torch.arange(6) % 2, torch.tensor([0, 0, 1, 1, 1, 1])
+    monkeypatch.setattr(tasks, 'cifar' if name == 'cifar10' else name, lambda *_: ((x, y), (test_x, test_y)))
+    task = tasks.vision(name, '', image_size=side, patch=side // 2)
+    mean, std = (torch.tensor(c).view(3, 1, 1) for c in tasks.VISION[name][3:5])
+    edge = (stored - side) // 2
+    plain = lambda x: (x[..., edge:edge + side, edge:edge + side] / 255 - mean) / std
+    known, answers = plain(torch.cat([x, test_x])), torch.cat([y, test_y])
+    answers[-1], classes = 0, 10 if name == 'cifar10' else 2
+    def predict(images):                                                           # right on all but the last test image
+        same = (images[:, None] - known).flatten(2).abs().amax(2) < 1e-5
+        assert (same.sum(1) == 1).all()
+        return 5. * F.one_hot(answers[same.nonzero()[:, 1]], classes)
+    found, right = task.evaluate(predict), math.log(1 + (classes - 1) * math.exp(-5))
+    assert found == pytest.approx(dict(accuracy=5 / 6, accuracy_seen=1., loss=right + 5 / 6, loss_seen=right), abs=1e-5)
+    assert torch.allclose(task.probe, plain(x)[tasks.permutation(6, 0, 0)])
+
+
+def test_a_batch_of_images_is_normalised_and_its_labels_are_soft(monkeypatch):
+    grey, y = torch.arange(0, 250, 25), torch.arange(10)
+    x = grey.byte().view(10, 1, 1, 1).expand(10, 3, 32, 32)
+    monkeypatch.setattr(tasks, 'cifar', lambda *_: ((x, y), (x, y)))
+    task = tasks.vision('cifar10', '', pool='cls')
+    images, target = task.batch(torch.Generator().manual_seed(0), 10)
+    mean, std = (torch.tensor(c) for c in tasks.VISION['cifar10'][3:5])
+    label = target.argmax(1)
+    assert sorted(label.tolist()) == y.tolist() and torch.allclose(target, 0.01 + 0.9 * torch.eye(10)[label])
+    assert torch.allclose((images[:, :, 16, 16] * std + mean) * 255, grey[label, None].expand(10, 3).float(), atol=1e-3)
+    assert torch.equal(task.distance[:, 1:, 1:], tasks.locality(8, 8, 3)) and task.model['rows'] == slice(0, 1)
+    assert not task.distance[:, 0].any() and not task.distance[:, :, 0].any()      # the class token is first, and free
 
 
 @pytest.mark.parametrize('rows, cols', [(4, 4), (2, 3)])
@@ -844,12 +930,15 @@ def test_mimetic_products_have_their_diagonals():
 def test_an_arm_with_mimetics_v_differs_from_mimetic_in_q_and_k_alone(no_fakes, tmp_path):
     make_cifar(tmp_path / 'cifar-10-batches-py')
     no_fakes()
-    weights = {}
+    weights, drawn = {}, []
     for name, options in {'mimetic': ['mimetic'], 'impulse': ['impulse'], 'mask': ['mask', '--mimetic-v']}.items():
         _, model, _ = train.build(train.parse(['--task', 'cifar10', '--data-dir', str(tmp_path), '--layers', '2', '--init', *options]))
+        drawn.append(torch.rand(1).item())                                         # no arm draws from the global state
         weights[name] = {n: p for n, p in model.named_parameters() if not n.endswith(('M', 'q.weight', 'k.weight'))}
     for other in (weights['impulse'], weights['mask']):
         assert other.keys() == weights['mimetic'].keys() and all(torch.equal(p, other[n]) for n, p in weights['mimetic'].items())
+    train.build(train.parse(['--task', 'cifar10', '--data-dir', str(tmp_path), '--layers', '2', '--init', 'default']))
+    assert {*drawn} == {torch.rand(1).item()}
 
 
 def test_factors_error_is_the_discarded_singular_values():
@@ -889,7 +978,7 @@ def test_stochastic_depth_keeps_the_mean_and_rests_in_evaluation():
 
 # -------------------------------------------------------------------------------------------------------- augmentation
 
-def parameters(B=1, side=8, **given):
+def parameters(B=1, **given):
     p = dict(geometry=tasks.affine(B)[:, :2], brightness=torch.ones(B), contrast=torch.ones(B), saturation=torch.ones(B),
              posterize=torch.ones(B), solarize=torch.full((B,), 2.), erase=torch.zeros(B, 4))
     return p | given
@@ -1194,6 +1283,27 @@ def test_a_language_run_on_files_shorter_than_the_context(tmp_path, options):
     assert ('perplexity_4x' in result) == ('none' in options)
 
 
+def test_language_is_measured_on_its_own_splits_and_contexts(tmp_path):
+    write_wikitext(tmp_path, train='a b c d e f g\n' * 5, valid='a b c\n' * 4, test='e f g a\n')
+    ids, vocabulary = tasks.corpus('wikitext2', tmp_path)
+    task = tasks.language('wikitext2', tmp_path, context=2, positions='none')
+    def predict(x, target=None):                                                   # the loss says which words, and in windows of how many
+        return torch.zeros(*x.shape, len(vocabulary)) if target is None else 0.1 * target.float().mean() + x.shape[1]
+    found, of = task.evaluate(predict, last=True), lambda split: 0.1 * ids[split].float().mean().item()
+    assert len(ids['valid']) == 16 and len(ids['test']) == 5 and of('valid') != pytest.approx(of('test'))
+    assert [math.log(found[f'perplexity{k}']) for k in ('', '_2x', '_4x')] == pytest.approx([of('valid') + n for n in (2, 4, 8)])
+    assert math.log(found['perplexity_test']) == pytest.approx(of('test') + (4 * 2 + 1 * 1) / 5)       # two windows of 2, one of 1
+    assert found['loss'] == pytest.approx(of('valid') + 2) and found['loss_seen'] == pytest.approx(of('train') + 2)
+
+
+def test_language_batches_are_windows_of_the_training_text_and_the_next_words(tmp_path):
+    write_wikitext(tmp_path, train='a b c d a c\nb d\n')
+    task, text = tasks.language('wikitext2', tmp_path, context=4), tasks.corpus('wikitext2', tmp_path)[0]['train']
+    x, y = task.batch(torch.Generator().manual_seed(0), 200)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert {*map(tuple, torch.cat([x, y[:, -1:]], 1).tolist())} == {*map(tuple, text.unfold(0, 5, 1).tolist())}      # all of them
+
+
 @real_data('wikitext2')
 def test_the_real_wikitext2_has_its_published_sizes():
     ids, vocabulary = tasks.corpus('wikitext2', DATA)
@@ -1492,7 +1602,8 @@ def test_compiled_and_eager_runs_go_on_from_each_others_checkpoints(tmp_path, mo
         train.main([*options, *then, '--resume'])
         mixed = torch.load(Path(*options[-3::2]) / 'checkpoint.pt', weights_only=True)
         assert mixed['step'] == 20 and mixed['model'].keys() == whole['model'].keys()
-        assert all((w - mixed['model'][name]).abs().max() < 1e-4 for name, w in whole['model'].items())
+        # In the norm: a gradient of nearly 0 may change its sign, and Adam makes a whole step of it (torch 2.6)
+        assert all((w - mixed['model'][name]).norm() < 1e-3 * max(0.1, w.norm()) for name, w in whole['model'].items())
 
 
 def test_kills_at_any_moment_change_nothing(tmp_path):
@@ -1579,10 +1690,9 @@ def test_no_result_is_lost_to_a_full_disk_or_a_closed_pipe(tmp_path):
     resource = pytest.importorskip('resource', reason='no limit on the size of a file here: a full disk is not tried')
     few = ('import sys, theory, tasks\n'
            'sys.exit(tasks.command(lambda: theory.main(["--draws", "80", "--out", sys.argv[1]], steps=2, T=3), "theory.py"))')
-    run = lambda limit: subprocess.run([sys.executable, '-c', few, str(tmp_path)], cwd=HERE, capture_output=True, text=True,
-                                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    full = 'import tasks, resource, torch._dynamo\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n'      # torch 2.6 writes as it is imported
     (tmp_path / 'theory.md').write_text('recorded')
-    done = run(1000)
+    done = subprocess.run([sys.executable, '-c', full + few, str(tmp_path)], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and 'theory.md' in done.stderr and len(done.stderr.splitlines()) == 1
     assert [p.read_text() for p in tmp_path.iterdir()] == ['recorded']
     read, write = os.pipe()
@@ -1620,7 +1730,7 @@ def test_an_environment_that_lacks_something_is_one_line(tmp_path, environment, 
     assert done.returncode == 1 and says in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_tables_go_through_a_terminal_without_unicode(tmp_path):
+def test_tables_go_through_a_terminal_without_unicode():
     done = subprocess.run([sys.executable, HERE / 'results' / 'report.py'], capture_output=True, text=True,
                           env=dict(os.environ, PYTHONIOENCODING='ascii'))
     assert done.returncode == 0 and 'parity2' in done.stdout and not done.stderr

@@ -443,7 +443,7 @@ def folder_of(settings):
 def describing(settings):
     """The settings that make a run what it is, for its config.json: those that say something about its task."""
     return {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings) if concerns(f, settings.task)
-            and f.name not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache')}
+            and f.name not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache', *(['steps'] if settings.epochs else []))}
 
 
 def refuse_another(run, before, path):
