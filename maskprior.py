@@ -170,6 +170,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss / len(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable                                   # a second derivative would be wrong: an error
     def backward(ctx, grad):
         grad_x, grad_W = ctx.saved_tensors
         return grad_x * (grad / len(grad_x)), grad_W * (grad / len(grad_x)), None, None, None

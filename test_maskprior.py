@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -1083,6 +1084,9 @@ def test_the_figure_of_the_priors_shows_each_heads_shift(tmp_path, no_fakes, mon
         if 'mask' in what:                                                         # impulse: roughly, on images of noise
             assert [divmod(int(head.argmax()), 8) for head in found[f'{what}, before']] == [(4, 4), (3, 4), (4, 5)]
     assert not torch.equal(found['impulse: attention, before'], found['impulse: attention, after'])
+    monkeypatch.setenv('MASKPRIOR_DATA', str(tmp_path / 'moved'))                  # what is made needs no data
+    assert not vision_priors.main([str(tmp_path)]) and 'already' in capsys.readouterr().out
+    os.utime(tmp_path / 'cifar10-mask-s0' / 'checkpoint.pt', (time.time() + 9,) * 2)         # a newer run, of something else
     config = (tmp_path / 'cifar10-mask-s0' / 'config.json').read_text()
     (tmp_path / 'cifar10-mask-s0' / 'config.json').write_text(config.replace('"cifar10"', '"parity2"'))
     with pytest.raises(tasks.RunError, match='config.json.*a run of parity2'):
@@ -1553,12 +1557,18 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, no_fakes):
     no_fakes()
     train.main(options)
     (tmp_path / 'x' / 'result.json').unlink()
-    for path in (tmp_path / 'data' / 'cifar-10-batches-py').iterdir():             # other data in its place
+    before = {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}
+    first = tmp_path / 'data' / 'cifar-10-batches-py' / 'data_batch_1'
+    first.write_bytes(first.read_bytes().replace(b'\x05' * 1000, b'\x15' * 1000)) # as many images, one of them another
+    with pytest.raises(tasks.UsageError, match='is from other data'):
+        train.main([*options, '--lr', '0.001'])
+    for path in first.parent.iterdir():                                            # other data in its place
         path.unlink()
-    make_cifar(tmp_path / 'data' / 'cifar-10-batches-py', n=50)
+    make_cifar(first.parent, n=50)
     no_fakes()
-    with pytest.raises(tasks.UsageError, match='from 80 training examples, not 100'):
-        train.main(options)
+    with pytest.raises(tasks.UsageError, match='other data .training examples then: 80, now: 100'):
+        train.main([*options, '--lr', '0.001'])
+    assert before == {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}        # config.json too
 
 
 def test_evaluating_more_often_changes_no_batch_and_no_weight(tmp_path):
@@ -1750,6 +1760,18 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
     train.main([*SMALL, '--out', str(tmp_path), '--name', 'x'])
 
 
+@pytest.mark.parametrize('resume', [[], ['--resume']])
+def test_a_run_that_another_has_finished_meanwhile_is_not_lost(tmp_path, capsys, monkeypatch, resume):
+    options, build = [*SMALL, '--out', str(tmp_path), '--name', 'x', *resume], train.build
+    def slow(settings):
+        monkeypatch.undo()
+        train.main(options)
+        return build(settings)
+    monkeypatch.setattr(train, 'build', slow)
+    code, line = refused(capsys, *options)
+    assert code == 1 and 'meanwhile' in line and {path.name for path in (tmp_path / 'x').iterdir()} == {*train.FILES}
+
+
 @pytest.mark.parametrize('M0, says', [
     (torch.zeros(5, 5), 'N = 16'), (torch.zeros(3, 16, 16), 'H = 4'), (torch.zeros(16), 'N = 16'), (torch.zeros(1, 4, 16, 16), 'N = 16'),
     (torch.full((16, 16), math.nan), 'finite'), (torch.full((16, 16), -math.inf), 'finite'), (torch.full((4, 16, 16), math.inf), 'finite'),
@@ -1784,9 +1806,11 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
     done = subprocess.run(['bash', 'run_all.sh', 'quick', 'vision', 'boolean'], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and 'not wholly: vision boolean' in done.stderr and 'table []' in done.stdout
     (tmp_path / 'runs' / 'quick' / 'theory').mkdir()
-    (tmp_path / 'runs' / 'quick' / 'theory' / 'theory.json').write_text('{\n "failed": ["a bound"]}')
-    (tmp_path / 'theory.py').write_text('raise SystemExit(1)')                     # a failed check isn't taken for a finished one
-    assert subprocess.run(['bash', 'run_all.sh', 'quick', 'theory'], cwd=tmp_path, capture_output=True, env=environment).returncode == 1
+    (tmp_path / 'runs' / 'quick' / 'theory' / 'theory.json').write_text('')
+    (tmp_path / 'theory.py').write_text('raise SystemExit(1)')
+    for draws, failed, code in ((10000, '"a bound"', 1), (80, '', 1), (10000, '', 0), (100000, '', 0)):      # all draws, none failed: finished
+        (tmp_path / 'runs' / 'quick' / 'theory' / 'theory.json').write_text(f'{{\n "draws": {draws},\n "failed": [{failed}]}}')
+        assert subprocess.run(['bash', 'run_all.sh', 'quick', 'theory'], cwd=tmp_path, capture_output=True, env=environment).returncode == code
 
 
 def asked_of_train(folder, *arguments, **environment):
@@ -1871,6 +1895,16 @@ def test_a_table_by_hand(tmp_path, capsys):
     assert report.filled('a\n<!-- report: x -->\nold\nold\n<!-- /report -->\nb', {'x': 'new'}) == 'a\n<!-- report: x -->\nnew\n<!-- /report -->\nb'
     empty = '<!-- report: x -->\n<!-- /report -->\ntext\n<!-- report: y -->\n<!-- /report -->'
     assert report.filled(empty, {'x': '1', 'y': '2'}) == '<!-- report: x -->\n1\n<!-- /report -->\ntext\n<!-- report: y -->\n2\n<!-- /report -->'
+    with pytest.raises(tasks.RunError, match='table of x, and there is no .*results/x'):
+        report.filled(empty, {'y': '2'})
+    for name, settings, says in (('maj3-mask-s1.bak', {}, 'is of seed 1'), ('maj3-mask-s2', {'lr': 1.}, 'in --lr')):         # no seeds of one row
+        shutil.copytree(folder, folder.parent / name)
+        (folder.parent / name / 'result.json').write_text(json.dumps(result | {'seed': int(name[11])}))
+        (folder.parent / name / 'config.json').write_text(json.dumps({'settings': settings}))
+        assert tasks.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
+        error = capsys.readouterr().err
+        assert error.count('\n') == 1 and name in error and says in error
+        shutil.rmtree(folder.parent / name)
     (folder / 'result.json').write_text('{"seed": 1')                              # a run copied by halves
     assert tasks.command(lambda: report.main([str(tmp_path)]), 'report.py') == 1
     error = capsys.readouterr().err
@@ -1921,6 +1955,16 @@ def test_bench_times_what_it_says(tmp_path):
     assert all(row['mask_over_default'] > 0 and row['torch_layers_over_ours'] > 0 and '%' in row['costs'] for row in rows)
     model, x = maskprior.Transformer(11, (8,), 11, D=16, H=2, pool=None, causal=True, tied=True), torch.arange(16).view(2, 8) % 11
     assert bench.PeerLM(model)(x, x.flip(1)).item() == pytest.approx(model(x, x.flip(1)).item(), rel=1e-5)
+
+
+def test_a_bench_of_some_tasks_leaves_what_is_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ('bench_task', 'bench_attention', 'bench_seeds', 'made_up_data'):
+        monkeypatch.setattr(bench, name, lambda *_: [])
+    monkeypatch.setattr(bench, 'product_rate', lambda *_: 1.)
+    recorded = (HERE / 'results' / 'bench' / 'bench.json').read_bytes()
+    bench.main(['parity2', '--threads', str(torch.get_num_threads())])
+    assert (tmp_path / 'runs' / 'bench' / 'bench.json').exists() and (HERE / 'results' / 'bench' / 'bench.json').read_bytes() == recorded
 
 
 def test_the_list_names_every_task_and_arm():

@@ -337,12 +337,12 @@ def processes():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def train(settings, folder, task, model, target):
-    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, returns the result.
+def train(settings, folder, config, task, model, target):
+    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, `config` first, returns the result.
 
     Of several processes each takes its part of every batch; the first evaluates and writes.
     """
-    run, examples = describing(settings), task.known.get('training_examples')
+    run, examples, probe_mean = describing(settings), task.known.get('training_examples'), task.probe.double().mean().item()
     if settings.epochs:
         per_epoch = examples / settings.batch
         settings = dataclasses.replace(settings, steps=max(1, round(settings.epochs * per_epoch)),
@@ -363,8 +363,8 @@ def train(settings, folder, task, model, target):
     def restore(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
         refuse_another(run, saved['run'], path)
-        if (was := saved['run']['training_examples']) != examples:
-            raise UsageError(f'{path} is from {was} training examples, not {examples}: choose a --name, or --overwrite it')
+        if (was := saved['run']['training_examples']) != examples or abs(saved['run'].get('probe_mean', probe_mean) - probe_mean) > 1e-4:
+            raise UsageError(f'{path} is from other data (training examples then: {was}, now: {examples}): choose a --name, or --overwrite it')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         if any(moment.ndim and moment.shape != p.shape for p, state in optimiser.state.items() for moment in state.values()):
@@ -378,7 +378,9 @@ def train(settings, folder, task, model, target):
 
     if settings.resume and (folder / 'checkpoint.pt').exists():
         step, seconds, log = read(folder / 'checkpoint.pt', restore)
-        if rank == 0:
+    if rank == 0:                                                                  # not before the checkpoint is taken
+        tasks.write_json(folder / 'config.json', config)
+        if log:
             write_log()
 
     def evaluate():
@@ -400,7 +402,7 @@ def train(settings, folder, task, model, target):
         write_log()
         tasks.write(folder / 'checkpoint.pt', lambda p: torch.save(
             dict(model=model.state_dict(), optimiser=optimiser.state_dict(), generator=generator.get_state(), step=step,
-                 seconds=seconds, log=log, run=run | {'training_examples': examples}), p))
+                 seconds=seconds, log=log, run=run | {'training_examples': examples, 'probe_mean': probe_mean}), p))
         left = f'{seconds / step * (settings.steps - step):4.0f} s left' if step else ''
         shown = '  '.join(f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}' for name in task.shown)
         print(f'step {step:6d}  {shown}  prior_tv {row["prior_tv"]:.3f}  {left}', flush=True)
@@ -496,21 +498,22 @@ def main(argv=None):
     if world > 1:
         dist.barrier()                                                             # all have read what is there
     if rank:
-        train(settings, folder, *built)
+        train(settings, folder, None, *built)
         dist.destroy_process_group()
         return
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
+        if not settings.overwrite and is_finished(settings, settings.resume):      # since it was asked first: to build takes a while
+            raise RunError(f'another run has finished in {folder} meanwhile: nothing is changed')
         stale = [folder / name for name in ('result.json', *(() if settings.resume else ('checkpoint.pt', 'log.jsonl')))]
         for path in [*stale, *(tmp for name in FILES for tmp in folder.glob(f'{name}.*.tmp'))]:        # .tmp: a save that was killed
             path.unlink(missing_ok=True)
         commits = [commit()]
         if settings.resume and (folder / 'config.json').exists():                  # the code of every part of the run
             commits = [*read(folder / 'config.json', lambda p: (json.loads(p.read_text())['commit'] or '').split(', ')), *commits]
-        tasks.write_json(folder / 'config.json', dict(
-            settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
-            threads=torch.get_num_threads(), processes=world, commit=', '.join(dict.fromkeys(filter(None, commits))) or None))
-        result = train(settings, folder, *built)
+        config = dict(settings=described, command=shlex.join(['python', 'train.py', *argv]), torch=torch.__version__,
+                      threads=torch.get_num_threads(), processes=world, commit=', '.join(dict.fromkeys(filter(None, commits))) or None)
+        result = train(settings, folder, config, *built)
         tasks.write_json(folder / 'result.json', result)
     print('\n'.join(built[0].summary(result)))
     fitted = {True: 'fitted what it saw', False: 'has NOT FITTED what it saw', None: 'is done'}[result['fitted']]

@@ -1,6 +1,6 @@
 """How fast a training step is, against the machine and against torch's own layers:  python train.py --bench [TASK ...]
 
-Writes results/bench/bench.json and prints it as tables. Forward, backward and optimiser; warm-up excluded; median [quartiles]. The data is
+Writes results/bench/bench.json (of some tasks alone: runs/bench/bench.json) and prints it as tables. Forward, backward and optimiser; warm-up excluded; median [quartiles]. The data is
 made up (random images, random words), so that nothing has to be there. --threads, --device, --seconds (for each number).
 """
 import math
@@ -179,8 +179,9 @@ def main(argv=None):
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--seconds', type=float, default=2., help='time spent on each number (default %(default)s)')
-    parser.add_argument('--out', type=Path, default=HERE / 'bench')
+    parser.add_argument('--out', type=Path)
     args = parser.parse_args(argv)
+    args.out = args.out or (Path('runs/bench') if args.tasks else HERE / 'bench')
     if unknown := set(args.tasks) - set(TASKS):
         raise train.UsageError(f'--bench {" ".join(unknown)}: not among {", ".join(TASKS)}')
     if not 1 <= args.threads <= 1024 or not 0 < args.seconds < math.inf:

@@ -25,12 +25,20 @@ def load(path, parse=json.loads):
 
 
 def read(folder):
-    """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`."""
+    """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`, which are named LABEL-sSEED."""
     rows = defaultdict(list)
-    for result in sorted(folder.glob('*/result.json')):
-        run = result.parent
-        rows[run.name.rsplit('-s', 1)[0]].append((
-            load(run / 'config.json')['settings'], load(result), load(run / 'log.jsonl', lambda text: [*map(json.loads, text.splitlines())])))
+    for run in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not (run / 'result.json').exists():
+            continue
+        label, _, seed = run.name.rpartition('-s')
+        settings, result = load(run / 'config.json')['settings'], load(run / 'result.json')
+        if seed != str(result['seed']):
+            raise RunError(f'{run} is of seed {result["seed"]}, and its name does not say so: rename or remove it')
+        if label in rows:
+            first, own = (train.describing(train.Settings(**s)) for s in (rows[label][0][0], settings))
+            if other := [k for k in own if own[k] != first.get(k) and k not in ('seed', *train.ANYWHERE)]:
+                raise RunError(f'{run} differs from the seeds before it in {", ".join(map(train.option, other))}: remove what is not of this row')
+        rows[label].append((settings, result, load(run / 'log.jsonl', lambda text: [*map(json.loads, text.splitlines())])))
     return rows
 
 
@@ -292,8 +300,10 @@ def draw(figure, path):
 
 def training_figure(plt, results, section, tasks, metric):
     """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
+    rows = by_arm(read(results / section))
+    tasks = [task for task in tasks if any(task == row[0] for row in rows)]
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
-    for task, arm, runs in by_arm(read(results / section)):
+    for task, arm, runs in rows:
         of = arm.removesuffix('-mimetic-v')                                        # dashed
         if task in tasks and of in ARMS and arm != 'default-10x':
             points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
@@ -348,7 +358,12 @@ def sections(results):
 
 def filled(text, tables):
     """The text with the tables in place of what stands between `<!-- report: SECTION -->` and `<!-- /report -->`."""
-    return re.sub(r'(<!-- report: (\w+) -->\n).*?\n?(<!-- /report -->)', lambda m: m[1] + tables[m[2]] + '\n' + m[3], text, flags=re.DOTALL)
+    def fill(found):
+        start, section, end = found.groups()
+        if section not in tables:
+            raise RunError(f'a README has a table of {section}, and there is no {HERE / section} to make it from: nothing is written')
+        return start + tables[section] + '\n' + end
+    return re.sub(r'(<!-- report: (\w+) -->\n).*?\n?(<!-- /report -->)', fill, text, flags=re.DOTALL)
 
 
 def main(argv=None):
@@ -365,15 +380,16 @@ def main(argv=None):
     if not any(tables.values()) and not (args.results / 'theory').exists():        # whose table theory.py prints
         print(f'report.py: no finished runs in {args.results}, as run_all.sh records them', file=sys.stderr)
     print('\n\n'.join(tables.values()))
-    for path in (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ():
-        write_text(path, filled(path.read_text(encoding='utf-8'), tables))
+    readmes = (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ()
+    for path, text in [(path, filled(path.read_text(encoding='utf-8'), tables)) for path in readmes]:      # both, or none
+        write_text(path, text)
     if args.figures:
         try:
             from matplotlib import pyplot
         except ImportError:
             raise RunError('the figures need matplotlib: pip install matplotlib') from None
         for name, figure in FIGURES.items():
-            if (args.results / name).exists():
+            if (args.results / name).exists() and (name == 'theory' or read(args.results / name)):
                 figure(pyplot, args.results)
 
 

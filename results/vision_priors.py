@@ -60,13 +60,15 @@ def main(argv=None):
     parser = tasks.Parser(description=__doc__)
     parser.add_argument('runs', nargs='?', type=Path, default=HERE / 'vision')
     out = parser.parse_args(argv).runs
-    absent = [path for arm in ('mask', 'impulse') if not (path := out / f'cifar10-{arm}-s0' / 'checkpoint.pt').exists()]
-    if absent and (out / 'priors.json').exists():
-        return print(f'{out}/priors.json is already there')
-    if absent:
-        raise tasks.DataError(f'{absent[0]} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
+    made, checkpoints = out / 'priors.json', [out / f'cifar10-{arm}-s0' / 'checkpoint.pt' for arm in ('mask', 'impulse')]
+    there = [path for path in checkpoints if path.exists()]
+    if made.exists() and all(path.stat().st_mtime <= made.stat().st_mtime for path in there):
+        return print(f'{made} is already there')
+    for path in checkpoints:
+        if path not in there:
+            raise tasks.DataError(f'{path} is missing: checkpoints are not committed; bash run_all.sh vision, with OUT= a new folder, makes it')
     found = maps(out / 'cifar10-mask-s0') | maps(out / 'cifar10-impulse-s0')
-    tasks.write_json(out / 'priors.json', {
+    tasks.write_json(made, {
         what: [[[round(v, 4) for v in row] for row in head] for head in of.tolist()] for what, of in found.items()})
     figure(found, out / 'priors.png')
 
