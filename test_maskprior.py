@@ -1304,7 +1304,7 @@ def test_language_batches_are_windows_of_the_training_text_and_the_next_words(tm
     write_wikitext(tmp_path, train='a b c d a c\nb d\n')
     task, text = tasks.language('wikitext2', tmp_path, context=4), tasks.corpus('wikitext2', tmp_path)[0]['train']
     x, y = task.batch(torch.Generator().manual_seed(0), 200)
-    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(x[:, 1:], y[:, :-1]) and task.model['grid'] == (4,)
     assert {*map(tuple, torch.cat([x, y[:, -1:]], 1).tolist())} == {*map(tuple, text.unfold(0, 5, 1).tolist())}      # all of them
 
 
