@@ -1173,6 +1173,8 @@ def test_chunks_of_the_cross_entropy_do_not_change_it():
     for chunk in (1, 3, 100):
         assert torch.autograd.gradcheck(lambda x, W: maskprior.LinearCrossEntropy.apply(x, W, y, True, chunk),
                                         (x.requires_grad_(), W.requires_grad_()))
+    with pytest.raises(RuntimeError, match='no second derivative'):
+        torch.autograd.grad(maskprior.LinearCrossEntropy.apply(x, W, y), x, create_graph=True)
 
 
 def test_the_distance_prior_is_alibi_at_a_constant_of_one():
@@ -1560,13 +1562,13 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, no_fakes):
     before = {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}
     first = tmp_path / 'data' / 'cifar-10-batches-py' / 'data_batch_1'
     first.write_bytes(first.read_bytes().replace(b'\x05' * 1000, b'\x15' * 1000)) # as many images, one of them another
-    with pytest.raises(tasks.UsageError, match='is from other data'):
+    with pytest.raises(tasks.UsageError, match='is from other training data'):
         train.main([*options, '--lr', '0.001'])
     for path in first.parent.iterdir():                                            # other data in its place
         path.unlink()
     make_cifar(first.parent, n=50)
     no_fakes()
-    with pytest.raises(tasks.UsageError, match='other data .training examples then: 80, now: 100'):
+    with pytest.raises(tasks.UsageError, match='other training data .examples then: 80, now: 100'):
         train.main([*options, '--lr', '0.001'])
     assert before == {path: path.read_bytes() for path in (tmp_path / 'x').iterdir()}        # config.json too
 
@@ -1612,8 +1614,7 @@ def test_compiled_and_eager_runs_go_on_from_each_others_checkpoints(tmp_path, mo
         train.main([*options, *then, '--resume'])
         mixed = torch.load(Path(*options[-3::2]) / 'checkpoint.pt', weights_only=True)
         assert mixed['step'] == 20 and mixed['model'].keys() == whole['model'].keys()
-        # In the norm: a gradient of nearly 0 may change its sign, and Adam makes a whole step of it (torch 2.6)
-        assert all((w - mixed['model'][name]).norm() < 1e-3 * max(0.1, w.norm()) for name, w in whole['model'].items())
+        assert all((w - mixed['model'][name]).abs().max() < 1e-4 for name, w in whole['model'].items())
 
 
 def test_kills_at_any_moment_change_nothing(tmp_path):
@@ -1819,8 +1820,8 @@ def asked_of_train(folder, *arguments, **environment):
     (folder / 'run_all.sh').write_bytes((HERE / 'run_all.sh').read_bytes())
     (folder / 'note').write_text('#!/bin/sh\necho "$@" >> asked\n[ "$1" != results/unfinished.py ] || cat\n')
     (folder / 'note').chmod(0o755)
-    subprocess.run(['bash', 'run_all.sh', *arguments], cwd=folder, check=True, capture_output=True,
-                   env=dict(os.environ, PYTHON='./note', **environment))
+    own = {name: value for name, value in os.environ.items() if name not in ('OUT', 'DEVICE', 'JOBS')}
+    subprocess.run(['bash', 'run_all.sh', *arguments], cwd=folder, check=True, capture_output=True, env=dict(own, PYTHON='./note', **environment))
     return [line.split()[1:] for line in (folder / 'asked').read_text().splitlines() if line.startswith('train.py')]
 
 
@@ -1833,7 +1834,8 @@ def test_every_run_of_run_all_is_one_that_train_py_takes(tmp_path, size, runs):
 
 
 def test_every_recorded_run_is_a_row_of_run_all_and_finished(tmp_path):
-    rows = [train.parse(asked) for asked in asked_of_train(tmp_path, 'boolean', 'arithmetic', 'vision', 'language')]
+    asked = asked_of_train(tmp_path, 'boolean', 'arithmetic', 'vision', 'language', DEVICE='cuda')          # a GPU has more rows
+    rows = [train.parse([*options, '--device', 'cpu']) for options in asked]
     finished = [train.is_finished(dataclasses.replace(row, out=HERE / row.out), resume=True) for row in rows]
     assert sum(finished) == len([*(HERE / 'results').rglob('result.json')]) > 300
 

@@ -104,7 +104,7 @@ class Settings:
     init_std: float = setting(0.02, 'standard deviation of the weights of linear layers; GPT-2')
     bf16: bool = setting(False, 'autocast the model to bfloat16; weights and optimiser stay fp32')
     sdpa: bool = setting(False, "torch's fused attention kernel instead of the explicit softmax")
-    compile: bool = setting(False, 'torch.compile the model; checkpoints are the same')
+    compile: bool = setting(False, 'torch.compile the blocks; checkpoints are the same')
     # the optimisation
     steps: int = setting(1000, 'optimiser steps; ours')
     epochs: int = setting(None, 'instead of --steps; --warmup and --eval-every then count epochs too', int, tasks=tasks.VISION)
@@ -364,7 +364,7 @@ def train(settings, folder, config, task, model, target):
         saved = torch.load(path, weights_only=True, map_location='cpu')
         refuse_another(run, saved['run'], path)
         if (was := saved['run']['training_examples']) != examples or abs(saved['run'].get('probe_mean', probe_mean) - probe_mean) > 1e-4:
-            raise UsageError(f'{path} is from other data (training examples then: {was}, now: {examples}): choose a --name, or --overwrite it')
+            raise UsageError(f'{path} is from other training data (examples then: {was}, now: {examples}): choose a --name, or --overwrite it')
         model.load_state_dict(saved['model'])
         optimiser.load_state_dict(saved['optimiser'])
         if any(moment.ndim and moment.shape != p.shape for p, state in optimiser.state.items() for moment in state.values()):
@@ -411,8 +411,9 @@ def train(settings, folder, config, task, model, target):
     if not log:
         record()
     model.train()
-    if settings.compile:
-        model.compile()
+    if settings.compile:                       # the blocks alone: torch 2.6 compiles an embedding's gradient wrongly on a CPU (measured)
+        for block in model.blocks:
+            block.compile()
     parallel = DistributedDataParallel(model) if world > 1 else model
     while step < settings.steps:
         for group in optimiser.param_groups:
@@ -499,7 +500,8 @@ def main(argv=None):
         dist.barrier()                                                             # all have read what is there
     if rank:
         train(settings, folder, None, *built)
-        dist.destroy_process_group()
+        dist.barrier()                                                             # torchrun ends all when one ends badly: not before
+        dist.destroy_process_group()                                               # the first has written its result
         return
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
@@ -520,6 +522,7 @@ def main(argv=None):
     print(f'{settings.task} --init {settings.init} --seed {settings.seed} {fitted} (loss {result["loss_seen"]:.2g}); prior_tv '
           f'{result["prior_tv_init"]:.3f} -> {result["prior_tv_final"]:.3f}; {result["seconds"]:.0f} s')
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
