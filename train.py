@@ -449,12 +449,15 @@ def describing(settings):
             and f.name not in ('out', 'name', 'overwrite', 'resume', 'data_dir', 'cache', *(['steps'] if settings.epochs else []))}
 
 
+def differing(run, before):
+    """{name: what it was} of the settings in which the run `before` isn't `run`, which is as by describing()."""
+    was = {name: before.get(name, getattr(Settings, name)) for name in run}        # an older run may not know the setting
+    return {name: was[name] for name, value in run.items() if name not in ANYWHERE and was[name] != value}
+
+
 def refuse_another(run, before, path):
-    """Refuses what lies at `path` if the run that it is from, `before`, isn't `run`; both as by describing()."""
-    for name, value in run.items():
-        was = before.get(name, getattr(Settings, name))                      # an older run may not know the setting
-        if name not in ANYWHERE and was != value:
-            raise UsageError(f'{path} holds a run with another {option(name)} ({was}, not {value}): choose a --name, or --overwrite it')
+    for name, was in differing(run, before).items():
+        raise UsageError(f'{path} holds a run with another {option(name)} ({was}, not {run[name]}): choose a --name, or --overwrite it')
 
 
 def is_finished(settings, resume):

@@ -1,7 +1,8 @@
 """How fast a training step is, against the machine and against torch's own layers:  python train.py --bench [TASK ...]
 
-Writes results/bench/bench.json (of some tasks alone: runs/bench/bench.json) and prints it as tables. Forward, backward and optimiser; warm-up excluded; median [quartiles]. The data is
-made up (random images, random words), so that nothing has to be there. --threads, --device, --seconds (for each number).
+Writes results/bench/bench.json (of some tasks alone: runs/bench/bench.json) and prints it as tables. Forward, backward and optimiser;
+warm-up excluded; median [quartiles]. The data is made up (random images, random words), so that nothing has to be there. --threads,
+--device, --seconds (for each number).
 """
 import math
 import os

@@ -35,8 +35,8 @@ def read(folder):
         if seed != str(result['seed']):
             raise RunError(f'{run} is of seed {result["seed"]}, and its name does not say so: rename or remove it')
         if label in rows:
-            first, own = (train.describing(train.Settings(**s)) for s in (rows[label][0][0], settings))
-            if other := [k for k in own if own[k] != first.get(k) and k not in ('seed', *train.ANYWHERE)]:
+            other = sorted(train.differing(train.describing(train.Settings(**settings)), rows[label][0][0]).keys() - {'seed'})
+            if other:
                 raise RunError(f'{run} differs from the seeds before it in {", ".join(map(train.option, other))}: remove what is not of this row')
         rows[label].append((settings, result, load(run / 'log.jsonl', lambda text: [*map(json.loads, text.splitlines())])))
     return rows
@@ -224,6 +224,8 @@ def arithmetic(results):
 def arithmetic_figure(plt, results):
     found = [(f'{task}{note}', curve) for folder, note in (('.', ''), ('weight-decay-3', ', weight decay 3'))
              for task, curve in curves(results / 'arithmetic' / folder).items()]
+    if not found:
+        return
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
     for axis, (task, curve) in zip(axes[0], found):
         for i, arm in enumerate(['default', 'qk-svd', 'qk-opt', 'mask']):
@@ -302,6 +304,8 @@ def training_figure(plt, results, section, tasks, metric):
     """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
     rows = by_arm(read(results / section))
     tasks = [task for task in tasks if any(task == row[0] for row in rows)]
+    if not tasks:
+        return
     figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
     for task, arm, runs in rows:
         of = arm.removesuffix('-mimetic-v')                                        # dashed
@@ -389,7 +393,7 @@ def main(argv=None):
         except ImportError:
             raise RunError('the figures need matplotlib: pip install matplotlib') from None
         for name, figure in FIGURES.items():
-            if (args.results / name).exists() and (name == 'theory' or read(args.results / name)):
+            if (args.results / name).exists():
                 figure(pyplot, args.results)
 
 
