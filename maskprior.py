@@ -8,6 +8,7 @@ column j the key token. Large positive M[i, j]: free to attend (bias -> 0). Larg
 Shape letters: B batch, N tokens, H heads, D width, d = D / H head width, L layers.
 Order of the file: mask, attention, block, model, priors (the arms), what is measured of them.
 """
+import copy
 import math
 
 import torch
@@ -91,9 +92,10 @@ class Attention(nn.Module):
         """x [B, N, D] -> the attention [B, H, N, N]."""
         return attention_weights(self.split(self.q(x)), self.split(self.k(x)), self.bias(slice(None), x.shape[1]))
 
-    def forward(self, x, rows=slice(None)):
-        """x [B, N, D] -> [B, len(rows), D], for the query tokens in the slice `rows`."""
-        q, k, v = self.split(self.q(x[:, rows])), self.split(self.k(x)), self.split(self.v(x))
+    def forward(self, x, rows=slice(None), qk_input=None):
+        """x [B, N, D] -> [B, len(rows), D], for the query tokens in the slice `rows`; q and k read `qk_input`, if given."""
+        z = x if qk_input is None else qk_input
+        q, k, v = self.split(self.q(z[:, rows])), self.split(self.k(z)), self.split(self.v(x))
         out = attend(q, k, v, self.bias(rows, x.shape[1]), self.sdpa)              # [B, H, len(rows), d]
         return self.proj(out.transpose(1, 2).flatten(2))
 
@@ -115,8 +117,8 @@ class Block(nn.Module):
             return branch
         return branch * (torch.rand(len(branch), 1, 1, device=branch.device) >= self.drop_path) / (1 - self.drop_path)
 
-    def forward(self, x, rows=slice(None)):
-        x = x[:, rows] + self.keep(self.attn(self.norm1(x), rows))                 # [B, N, D] -> [B, len(rows), D]
+    def forward(self, x, rows=slice(None), qk_input=None):
+        x = x[:, rows] + self.keep(self.attn(self.norm1(x), rows, qk_input))       # [B, N, D] -> [B, len(rows), D]
         return x + self.keep(self.mlp(self.norm2(x)))
 
 
@@ -210,6 +212,7 @@ class Transformer(nn.Module):
                     nn.init.zeros_(layer.bias)
         # The last block computes only the rows that are read: of a class token and L = 2 that saves 28 % of a step (measured).
         self.rows, self.pool = rows, pool
+        self.untrained = None                                                      # hold_inputs() sets it
 
     def embed(self, x):
         x = self.tokens(x)
@@ -221,10 +224,14 @@ class Transformer(nn.Module):
 
     def forward(self, x, target=None):
         """The outputs; or, given target [B, rows], their mean cross-entropy, for a large vocabulary and no bias (`tied`)."""
+        qk_inputs = [None] * len(self.blocks)
+        if self.untrained is not None:
+            with torch.no_grad():
+                qk_inputs = [z for _, z in layer_inputs(self.untrained, x)]
         x = self.embed(x)
-        for block in self.blocks[:-1]:
-            x = block(x)
-        x = self.norm(self.blocks[-1](x, self.rows))                               # [B, rows, D]
+        for block, qk_input in zip(self.blocks[:-1], qk_inputs):
+            x = block(x, qk_input=qk_input)
+        x = self.norm(self.blocks[-1](x, self.rows, qk_inputs[-1]))                # [B, rows, D]
         if target is not None:
             assert self.head.bias is None, 'the loss in chunks is for an output layer without bias: tied=True'
             return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, target.flatten(), torch.is_grad_enabled())
@@ -233,8 +240,17 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+def hold_inputs(model):
+    """From now on q and k of every layer read what that layer gets in the model as it is now, whatever V and the MLPs learn."""
+    model.untrained = copy.deepcopy(model).requires_grad_(False)
+
+
 def layer_inputs(model, x):
-    """Yields each layer's Attention and its layer-normed input [B, N, D], in order: the earlier layers as they are now."""
+    """Yields each layer's Attention and the layer-normed input [B, N, D] of its q and k, in order: the earlier layers as they are now."""
+    if model.untrained is not None:
+        for block, (_, z) in zip(model.blocks, layer_inputs(model.untrained, x)):
+            yield block.attn, z
+        return
     x = model.embed(x)
     for block in model.blocks:
         yield block.attn, block.norm1(x)

@@ -232,7 +232,27 @@ def boolean_structure(bits, pattern='group', heads=1):
     return opened if pattern == 'split' else opened[0]
 
 
-def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='cpu'):
+def measured_structure(y, unseen):
+    """The interacting pairs of bits as bool [n, n], from the labels y [2^n] of the seen inputs alone.
+
+    Bit i has influence if flipping it changes a seen label; without it, it interacts with none. Of bits with influence, i and j interact
+    unless f(x) - f(x^i) - f(x^j) + f(x^ij) is 0 wherever all four inputs are seen, and there is such a place: a pair that can't be
+    measured stays open. (Ours.)
+    """
+    n, at = y.numel().bit_length() - 1, torch.arange(y.numel())
+    def differs(*bits):
+        flips = [sum(2 ** b for b in part) for r in range(len(bits) + 1) for part in combinations(bits, r)]
+        seen = torch.stack([~unseen[at ^ flip] for flip in flips]).all(0)
+        signed = sum((-1) ** bin(flip).count('1') * y[at ^ flip] for flip in flips)[seen]
+        return bool((signed != 0).any()) if len(signed) else None
+    influence = torch.tensor([differs(i) is not False for i in range(n)])
+    opened = torch.eye(n, dtype=torch.bool)
+    for i, j in combinations(range(n), 2):
+        opened[i, j] = opened[j, i] = differs(i, j) is not False
+    return opened & influence & influence[:, None]
+
+
+def boolean(name, hole=None, prior_bits=None, pattern='group', structure='known', heads=1, device='cpu'):
     """A Boolean target in 15 bits: trained outside the hole, evaluated on the whole cube of 32,768 inputs.
 
     parity2 on the hole '+-': x = (-1, +1, -1, ...) -> tokens CLS 1 0 1 ..., target -1. Squared error.
@@ -282,8 +302,20 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
                 'fourier': {'*'.join(f'x{i}' for i in s) or '1': coefficients[sum(2 ** i for i in s)].item()
                             for s in monomials}}
 
-    def evaluate(predict, last=False):
-        return metrics(torch.cat([predict(t)[:, 0].float() for t in tokens.split(4096)]))
+    some = torch.Generator().manual_seed(0)                                        # for a quick look: 1,024 seen and 1,024 unseen inputs
+    some = torch.cat([part[torch.randperm(len(part), generator=some)[:1024]] for part in (unseen.cpu().nonzero()[:, 0], (~unseen.cpu()).nonzero()[:, 0])])
+
+    def evaluate(predict, last=False, quick=False):
+        if not quick:
+            return metrics(torch.cat([predict(t)[:, 0].float() for t in tokens.split(4096)]))
+        prediction, share = predict(tokens[some])[:, 0].float(), unseen.float().mean().item()
+        found = {}
+        for part in (unseen[some], ~unseen[some]):
+            right = nearest_is_right(prediction, y[some], values).float()
+            found['unseen' if not found else 'seen'] = right[part].mean().item(), (prediction - y[some]).square()[part].mean().item()
+        return {'accuracy': share * found['unseen'][0] + (1 - share) * found['seen'][0], 'accuracy_seen': found['seen'][0],
+                'accuracy_unseen': found['unseen'][0], 'loss': share * found['unseen'][1] + (1 - share) * found['seen'][1],
+                'loss_seen': found['seen'][1], 'inputs': len(some)}
 
     def summary(result):
         """What was learned, beside the minimum-degree interpolator and the paper."""
@@ -297,7 +329,13 @@ def boolean(name, hole=None, prior_bits=None, pattern='group', heads=1, device='
             rows.append((row, *('' if n is None else f'{n:{form}}' for n, form in zip(numbers, ['.2%', '.4f'] + ['+.2f'] * 9))))
         return [f'{row[0]:9}' + ''.join(f'{cell:>10}' for cell in row[1:]) for row in rows[:None if paper else -1]]
 
-    opened = boolean_structure(bits if prior_bits is None else prior_bits, pattern, heads)
+    if structure == 'measured':
+        opened = measured_structure(y.cpu(), unseen.cpu())
+        if bits is not None:                                                       # the class token reads whatever has influence
+            opened = F.pad(opened, (1, 0, 1, 0))
+            opened[0] = opened.any(0)
+    else:
+        opened = boolean_structure(bits if prior_bits is None else prior_bits, pattern, heads)
     fitted_below = 0.01 * y.var(unbiased=False).item()
     return Task(model=dict(inputs=3, grid=(tokens.shape[1],), outputs=1, rows=slice(0, None if bits is None else 1)),
                 distance=(~opened).float().to(device), batch=batch, loss=loss, evaluate=evaluate,

@@ -89,6 +89,11 @@ class Settings:
     level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], instead of a shared [N, N]')
     freeze_mask: bool = setting(False, 'M does not learn')
+    freeze_qk: bool = setting(False, 'W_Q and W_K do not learn')
+    hold_inputs: bool = setting(False, "q and k read their layer's inputs in the untrained model")
+    mask_lr: float = setting(1., "M's learning rate, in times of --lr")
+    structure: str = setting('known', 'which tokens interact: known beforehand, or measured on the training set', choices=('known', 'measured'),
+                             tasks=tasks.BOOLEAN)
     tie_mask: bool = setting(False, 'one entry of M for each distance: it goes on beyond the context', tasks=tasks.LANGUAGE)
     mimetic_v: bool = setting(False, 'W_V and W_proj as mimetic and impulse have them, for another arm', tasks=tasks.VISION)
     # the model
@@ -115,6 +120,7 @@ class Settings:
     clip: float = setting(0., 'norm that the gradient is cut to, 0 for no limit')
     # the run
     eval_every: int = setting(200, 'steps between evaluations')
+    eval_early: int = setting(0, 'over the first 200 steps, steps between evaluations on 2,048 of the inputs', tasks=tasks.BOOLEAN)
     device: str = setting('cpu', 'cpu, cuda, cuda:1 ...')
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", str)
@@ -170,7 +176,7 @@ def parse(argv):
     for names, fine, must in (
             (('width', 'heads', 'layers', 'init_std', 'batch', 'steps', 'epochs', 'eval_every', 'lr', 'strength', 'patch',
               'image_size', 'context'), lambda n: 0 < n < 1e18, 'positive and below 1e18'),
-            (('pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < 1e18,
+            (('mask_lr', 'eval_early', 'pos_std', 'warmup', 'weight_decay', 'clip', 'randaugment', 'mixup', 'cutmix'), lambda n: 0 <= n < 1e18,
              'at least 0 and below 1e18'),
             (('flip', 'frac', 'erasing', 'smoothing'), lambda n: 0 <= n <= 1, 'a share, from 0 to 1'),
             (('drop_path', 'dropout'), lambda n: 0 <= n < 1, 'a share, below 1'),
@@ -185,7 +191,8 @@ def parse(argv):
     s = settings
     for wrong, says in (
             *((getattr(s, name) and s.init != 'mask', f'{option(name)} goes with --init mask; there is no mask in --init {s.init}')
-              for name in ('freeze_mask', 'tie_mask')),
+              for name in ('freeze_mask', 'tie_mask'))
+            ,(s.mask_lr != 1 and s.init != 'mask', '--mask-lr goes with --init mask'),
             (s.positions == ('none' if s.task in tasks.VISION else 'sincos'), f'--positions {s.positions} is not for {s.task}'),
             (s.init in ('mimetic', 'impulse') and s.task not in tasks.VISION, f'--init {s.init} is about images; {s.task} has none'),
             (s.mimetic_v and s.init in ('mimetic', 'impulse'), f'--mimetic-v is what --init {s.init} has anyway'),
@@ -254,6 +261,10 @@ def build(settings):
                            settings.mimetic_v)
     except (ValueError, torch.linalg.LinAlgError) as error:
         raise UsageError(f'--init {settings.init} can not write this prior: {error}') from None
+    for block in model.blocks if settings.freeze_qk else ():
+        block.attn.q.requires_grad_(False), block.attn.k.requires_grad_(False)
+    if settings.hold_inputs:
+        maskprior.hold_inputs(model)
     return task, model, target
 
 
@@ -265,9 +276,12 @@ def make_optimiser(model, settings):
     weights = lambda kind: {id(m.weight) for m in model.modules() if isinstance(m, kind)}
     decayed = weights(nn.Linear) - weights(nn.Embedding)                           # a tied output layer is an embedding
     learnable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW([
-        dict(params=[p for p in learnable if id(p) in decayed], weight_decay=settings.weight_decay),
-        dict(params=[p for p in learnable if id(p) not in decayed], weight_decay=0.)], lr=settings.lr, fused=True)
+    M = {id(block.attn.M) for block in model.blocks} if settings.mask_lr != 1 else set()
+    return torch.optim.AdamW([group for group in (
+        dict(params=[p for p in learnable if id(p) in decayed], weight_decay=settings.weight_decay, factor=1.),
+        dict(params=[p for p in learnable if id(p) not in decayed | M], weight_decay=0., factor=1.),
+        dict(params=[p for p in learnable if id(p) in M], weight_decay=0., factor=settings.mask_lr)) if group['params']],
+        lr=settings.lr, fused=True)
 
 
 def learning_rate(step, settings):
@@ -383,18 +397,18 @@ def train(settings, folder, config, task, model, target):
         if log:
             write_log()
 
-    def evaluate():
+    def evaluate(early):
         model.eval()
         with torch.no_grad():
-            metrics = task.evaluate(predict, last=step == settings.steps)
+            metrics = (task.evaluate(predict, quick=True) if early else task.evaluate(predict, last=step == settings.steps))
         metrics['prior_tv'] = maskprior.prior_tv(model, target, task.probe)
         model.train()
         return metrics | {f'change_{k}': v for k, v in maskprior.relative_change(model, initial).items()}
 
-    def record():
+    def record(early=False):
         if rank:
             return
-        row = {'step': step, 'seconds': seconds} | evaluate()
+        row = {'step': step, 'seconds': seconds} | evaluate(early)
         if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
             raise RunError(f'diverged: a metric is not finite at step {step}; try a lower '
                            + (f'--lr than {settings.lr:g}' if step else '--init-std, --pos-std or --strength'))
@@ -417,14 +431,16 @@ def train(settings, folder, config, task, model, target):
     parallel = DistributedDataParallel(model) if world > 1 else model
     while step < settings.steps:
         for group in optimiser.param_groups:
-            group['lr'] = learning_rate(step, settings)
+            group['lr'] = learning_rate(step, settings) * group['factor']
         if settings.dropout or settings.drop_path:                                 # its own for each process, the same after a --resume
             torch.manual_seed(hash((settings.seed, step, rank)) % 2 ** 63)
         update(parallel, optimiser, task, settings, *task.batch(generator, settings.batch, step, part))
         step += 1
-        if step % settings.eval_every == 0 or step == settings.steps:
+        full = step % settings.eval_every == 0 or step == settings.steps
+        early = settings.eval_early and step <= 200 and step % settings.eval_early == 0
+        if full or early:
             seconds = time.perf_counter() - start
-            record()
+            record(early=not full)
 
     if rank:
         return
@@ -432,7 +448,7 @@ def train(settings, folder, config, task, model, target):
     return dict(task=settings.task, init=settings.init, seed=settings.seed, steps=settings.steps) | final | dict(
         fitted=task.fitted(final), prior_tv_init=log[0]['prior_tv'],
         prior_tv_final=log[-1]['prior_tv'], **task.known,
-        parameters=sum(p.numel() for p in model.parameters()), device=settings.device, torch=torch.__version__)
+        parameters=sum(p.numel() for n, p in model.named_parameters() if not n.startswith('untrained')), device=settings.device, torch=torch.__version__)
 
 
 ANYWHERE = ('device', 'compile')                                                   # a run may go on with another of these
