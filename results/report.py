@@ -1,401 +1,599 @@
-"""Prints the tables from the recorded runs:  python results/report.py [results/] [--write] [--figures]
+"""Makes the tables from the recorded runs, and records runs:
 
-A row is a set of runs that differ in the seed alone. Mean +- standard deviation (n - 1) over the seeds. --write puts the tables
-where README.md and results/README.md say `<!-- report: SECTION -->`; --figures draws the figures (needs matplotlib).
+    python results/report.py [SECTION ...]       # prints the tables
+    python results/report.py --write             # puts them into README.md and results/*.md
+    python results/report.py --runs FOLDER       # the runs under FOLDER beside the recorded ones
+    python results/report.py --collect RUN ...   # adds finished runs, or folders of runs
+    python results/report.py --rows              # the arguments of train.py for each recorded run
+
+A row of a table is a set of recorded runs (records.py) that differ in the seed alone: mean ±
+standard deviation (n - 1) over the seeds.
 """
-import json
-import math
+import argparse
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import theory
+import tasks
 import train
-from tasks import BOOLEAN, PAPER, Parser, RunError, UsageError, command, write, write_text
+from tasks import BOOLEAN_TARGETS, PAPER, UsageError
+from train import RunError
 
-ARMS = ['default', 'default-10x', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask-shared', 'mask']     # columns and rows
+from records import (ARMS, SECTIONS, all_arguments, by_arm, by_row, changed, check_rows, collect,
+                     find_runs, parse_json, place, read_run, records, rows, section_of, values)
 
-
-def load(path, parse=json.loads):
-    return train.read(path, lambda p: parse(p.read_text(encoding='utf-8')), 'remove it, and what it belongs to')
-
-
-def read(folder):
-    """{row label: [(settings, result, log) for each seed]} of the finished runs in `folder`, which are named LABEL-sSEED."""
-    rows = defaultdict(list)
-    for run in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not (run / 'result.json').exists():
-            continue
-        label, _, seed = run.name.rpartition('-s')
-        settings, result = load(run / 'config.json')['settings'], load(run / 'result.json')
-        if seed != str(result['seed']):
-            raise RunError(f'{run} is of seed {result["seed"]}, and its name does not say so: rename or remove it')
-        if label in rows:
-            other = sorted(train.differing(train.describing(train.Settings(**settings)), rows[label][0][0]).keys() - {'seed'})
-            if other:
-                raise RunError(f'{run} differs from the seeds before it in {", ".join(map(train.option, other))}: remove what is not of this row')
-        rows[label].append((settings, result, load(run / 'log.jsonl', lambda text: [*map(json.loads, text.splitlines())])))
-    return rows
+# The columns of the headline.
+COLUMNS = ('default', 'qk-svd', 'qk-opt', 'mask')
+# By what runs are compared: metric, scale, name.
+MEASURE = {'boolean': ('accuracy', 100, 'accuracy %'),
+           'arithmetic': ('sequence_accuracy', 100, 'exact match %'),
+           'images': ('accuracy', 100, 'top-1 %'),
+           'language': ('perplexity_test', 1, 'test perplexity')}
 
 
-def values(runs, key, scale=1):
-    found = [result[key] for _, result, _ in runs if key in result]
-    return found if scale == 1 else [scale * value for value in found]
+def paper_rows():
+    """{row: the paper's metrics} of the rows that have the paper's setting."""
+    found = {}
+    for (task, arm), paper in PAPER.items():
+        folder = 'paper/' if section_of(task) == 'images' else ''
+        frac = f'-{paper["frac"]}' if 'frac' in paper else ''
+        found[f'{folder}{task}{frac}-{arm}'] = paper
+    return found
 
+
+PAPER_ROWS = paper_rows()
+
+
+# ---------------------------------------------------------------------------------- cells
 
 def spread(numbers, digits=2):
     """mean ± standard deviation; nothing for no numbers"""
-    return '' if not numbers else f'{mean(numbers):.{digits}f}' + (f' ± {stdev(numbers):.{digits}f}' if len(numbers) > 1 else '')
+    if not numbers:
+        return ''
+    text = f'{mean(numbers):.{digits}f}'
+    return text if len(numbers) == 1 else f'{text} ± {stdev(numbers):.{digits}f}'
+
+
+def measured(runs, section):
+    metric, scale, _ = MEASURE[section]
+    return spread(values(runs, metric, scale))
+
+
+def of_paper(row, section):
+    metric, scale, _ = MEASURE[section]
+    value = PAPER_ROWS.get(row, {}).get(metric)
+    return '' if value is None else f'{scale * value:g}'
 
 
 def each(numbers):
-    return ' '.join(f'{n:.2f}' for n in numbers)
+    return ' '.join(f'{number:.2f}' for number in numbers)
 
 
 def prior_tv(runs, digits=3):
-    return f'{mean(values(runs, "prior_tv_init")):.{digits}f} → {mean(values(runs, "prior_tv_final")):.{digits}f}'
+    before, after = mean(values(runs, 'prior_tv_init')), mean(values(runs, 'prior_tv_final'))
+    return f'{before:.{digits}f} → {after:.{digits}f}'
 
 
 def fitted(runs):
     return f'{sum(values(runs, "fitted"))}/{len(runs)}'
 
 
-def steps(runs, of='steps'):
-    return f'{runs[0][1].get(of) or runs[0][0][of]} × {len(runs)}'
-
-
 def table(header, lines):
-    lines = list(lines)
+    """The lines of a Markdown table, and an empty one; none for a table without lines."""
     if lines:
         yield '| ' + ' | '.join(header) + ' |'
         yield '|' + '---|' * len(header)
-        yield from ('| ' + ' | '.join(line) + ' |' for line in lines)
+        for line in lines:
+            yield '| ' + ' | '.join(line) + ' |'
         yield ''
 
 
-def by_arm(rows):
-    """(task, arm, runs) of rows labelled TASK-ARM, in the order of ARMS."""
-    split = [(*label.split('-', 1), runs) for label, runs in rows.items()]
-    return sorted(split, key=lambda row: ((list(BOOLEAN) + [row[0]]).index(row[0]), row[0], (ARMS + [row[1]]).index(row[1]), row[1]))
+# --------------------------------------------------------------------------- the headline
+
+# Title, section, what the labels begin with.
+HEADLINE = (
+    ('parity2, accuracy %', 'boolean', 'parity2'),
+    ('maj3, accuracy %', 'boolean', 'maj3'),
+    ('cyclic3, accuracy %', 'boolean', 'cyclic3'),
+    ('add3 from 0.05 % of the pairs, exact match %', 'arithmetic', 'add3-0.0005'),
+    ('add3 from 0.1 % of the pairs, exact match %', 'arithmetic', 'add3-0.001'),
+    ('add3 from 0.4 % of the pairs, exact match %', 'arithmetic', 'add3-0.004'),
+    ('mul3 from 3 % of the pairs, exact match %', 'arithmetic', 'mul3-0.03'),
+    ('CIFAR-10 ({:,} images), top-1 %', 'images', 'cifar10'),
+    ('ImageNet-100 ({:,} images), top-1 %', 'images', 'imagenet100'),
+    ('WikiText-2 ({:,} words), test perplexity', 'language', 'wikitext2'),
+    ('TinyStories ({:,} words), test perplexity', 'language', 'tinystories'),
+)
 
 
-# ------------------------------------------------------------------------------------------------------------ the headline
+def headline(folder):
+    found = {section: rows(section, folder=folder) for section in SECTIONS}
+    lines, kept, lost = [], [], []
+    for title, section, label in HEADLINE:
+        arms = {arm: found[section].get(f'{label}-{arm}', []) for arm in COLUMNS}
+        recorded = [runs for runs in arms.values() if runs]
+        if not recorded:
+            continue
+        title = title.format(recorded[0][0].result.get('training_examples'))
+        seeds = dict.fromkeys(f(map(len, recorded)) for f in (min, max))
+        paper = [of_paper(f'{label}-{arm}', section) for arm in ('default', 'mask')]
+        lines.append([title, *(headline_cell(runs, section) for runs in arms.values()),
+                      '–'.join(map(str, seeds)),
+                      ', '.join(value or '?' for value in paper) if any(paper) else ''])
+        for arm, ends in (('mask', kept), ('qk-svd', lost), ('qk-opt', lost)):
+            if arms[arm]:
+                ends.append(mean(values(arms[arm], 'prior_tv_final')))
+    if lines and kept and lost:
+        yield (f'After training prior_tv is {min(kept):.2f} to {max(kept):.2f} with the prior in M '
+               f'and {min(lost):.2f} to {max(lost):.2f} with the prior in W_Q and W_K, in the rows '
+               'below.\n')
+    yield from table(['', *COLUMNS, 'seeds', 'paper: default, mask'], lines)
 
-HEADLINE = [  # (what, folder, the runs' label, metric, scale, task and metric in the paper)
-    *((f'{task}, accuracy %', 'boolean', task, 'accuracy', 100, task) for task in ('parity2', 'maj3', 'cyclic3')),
-    *((f'add3 from {100 * frac:g} % of the pairs, whole answers %', 'arithmetic', f'add3-{frac}', 'sequence_accuracy', 100,
-       'add3' if frac == 0.004 else None) for frac in (0.0005, 0.001, 0.004)),
-    ('mul3 from 3 % of the pairs, whole answers %', 'arithmetic', 'mul3-0.03', 'sequence_accuracy', 100, 'mul3'),
-    ('CIFAR-10 ({:,} images), top-1 %', 'vision', 'cifar10', 'accuracy', 100, None),
-    ('ImageNet-100 ({:,} images), top-1 %', 'vision', 'imagenet100', 'accuracy', 100, None),
-    ('WikiText-2 ({:,} words), test perplexity', 'language', 'wikitext2', 'perplexity_test', 1, None),
-    ('TinyStories ({:,} words), test perplexity', 'language', 'tinystories', 'perplexity_test', 1, None)]
-COLUMNS = ['default', 'mimetic', 'impulse', 'qk-svd', 'qk-opt', 'alibi', 'mask']
+
+def headline_cell(runs, section):
+    # No image is seen twice alike, so there "fitted" means nothing.
+    unfitted = values(runs, 'fitted').count(False) if section != 'images' else 0
+    return measured(runs, section) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else '')
 
 
-def headline(results):
-    folders = {folder: read(results / folder) for _, folder, *_ in HEADLINE}
-    rows = [(row, {arm: folders[row[1]][f'{row[2]}-{arm}'] for arm in COLUMNS if f'{row[2]}-{arm}' in folders[row[1]]}) for row in HEADLINE]
-    rows = [(row, arms) for row, arms in rows if arms]
-    if not rows:
+def first_run(folder):
+    """The last lines of the README's first command."""
+    runs = rows('boolean', folder=folder).get('parity2-mask')
+    if runs and 'fourier' in runs[0].result:
+        task, run = tasks.Boolean('parity2'), runs[0]
+        result = task.reference | run.result | dict(task='parity2', init='mask', seed=run.seed)
+        for line in train.closing_lines(f'runs/{run.name}', task, result):
+            yield f'    {line}'.rstrip()
+
+
+def knobs(folder):
+    """What strength and level do to the mask on parity2."""
+    lines = [[f'{run.settings.strength:g}', f'{run.settings.level:g}',
+              f'{100 * run.result["accuracy_unseen"]:.0f}',
+              f'{run.result["prediction_unseen"]:+.2f}', f'{run.result["prior_tv_final"]:.3f}',
+              f'{100 * run.result["change_M"]:.2f}']
+             for runs in rows('boolean', 'knobs', folder).values() for run in runs]
+    lines.sort(key=lambda line: (line[1] != '4', float(line[0]), float(line[1])))
+    yield from table(['strength', 'level', 'unseen %', 'on the hole (right: -1)',
+                      'prior_tv after training', 'change of M %'], lines)
+
+
+# --------------------------------------------------------------------------- the findings
+
+def tv_range(row_of, labels, metric='prior_tv_final'):
+    """'0.12 to 0.19': the smallest and the largest mean over the seeds."""
+    means = [mean(values(row_of[label], metric)) for label in labels if label in row_of]
+    low, high = f'{min(means):.2f}', f'{max(means):.2f}'
+    return low if low == high else f'{low} to {high}'
+
+
+def right_runs(row_of, labels):
+    """'9 of 10': the runs that are right on at least 99.9 % of the unseen inputs."""
+    found = [value for label in labels if label in row_of
+             for value in values(row_of[label], 'accuracy_unseen')]
+    return f'{sum(value >= 0.999 for value in found)} of {len(found)}'
+
+
+def findings(folder):
+    """The README's bullets, with the numbers that are recorded."""
+    plain = rows('boolean', folder=folder)
+    held = rows('boolean', 'interventions', folder)
+    sums = rows('arithmetic', folder=folder)
+    if not (plain and held and sums):
         return
-    def label(row, arms):
-        return row[0].format(next(iter(arms.values()))[0][1].get('training_examples'))
-    def lines():
-        for row, arms in rows:
-            _, _, _, key, scale, task = row
-            seeds = sorted({len(runs) for runs in arms.values()})
-            paper = [PAPER.get((task, arm), {}).get(key) for arm in ('default', 'mask')]
-            cells = []
-            for arm in COLUMNS:
-                runs = arms.get(arm, ())
-                unfitted = sum(fit is False for fit in values(runs, 'fitted')) if row[1] != 'vision' else 0            # no image is seen twice alike
-                cells.append(spread(values(runs, key, scale)) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else ''))
-            yield [label(row, arms), *cells, '–'.join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
-                   ', '.join('?' if p is None else f'{scale * p:g}' for p in paper) if any(paper) else '']
-    yield from table(['', *COLUMNS, 'seeds', 'paper: default, mask'], lines())
-    yield 'prior_tv, how far the attention is from the prior (0: the prior holds, 1: nothing is left of it), before → after training:\n'
-    yield from table(['', *COLUMNS], ([label(row, arms).rsplit(', ', 1)[0], *(prior_tv(arms[arm], 2) if arm in arms else '' for arm in COLUMNS)]
-                                      for row, arms in rows))
+    known = [task for task in ('parity2', 'maj3', 'cyclic3') if f'{task}-qk-svd' in plain]
+
+    def of(kind):
+        return [f'{task}-{arm}{kind}' for task in known for arm in ('qk-svd', 'qk-opt')]
+
+    def ends(row_of, labels):
+        return f'{tv_range(row_of, labels)}, right in {right_runs(row_of, labels)} runs'
+    masks = [f'{task}-mask' for task in known]
+    yield ('- **In M the prior stays, in W_Q and W_K it goes.** On the Boolean tasks prior_tv ends '
+           f'at {ends(plain, masks)}, for the mask, and at {ends(plain, of(""))}, for the QK arms '
+           '(right: on at least 99.9 % of the unseen inputs).')
+    yield ('- **It goes through the inputs of q and k.** With W_Q and W_K frozen it goes all the '
+           f'same ({ends(held, of("-freeze-qk"))}). With the inputs held at the untrained '
+           f'model\'s it stays better ({ends(held, of("-hold-inputs"))}). M reads no inputs.')
+    share = {arm: 100 * needed(curves(sums)['add3'][arm], 0.9)[1] for arm in ('mask', 'default')}
+    yield (f'- **What that is worth.** 90 % exact match in addition takes {share["mask"]:.2g} % of '
+           f'the pairs with the mask and {share["default"]:.2g} % without. The QK arms lie '
+           'between.')
+    hole = rows('boolean', 'hole', folder)
+    yield ('- **A mask decides what its symmetry decides.** Where exchanging the interacting '
+           'tokens maps no seen input onto the hole, no mask helps '
+           f'({right_runs(hole, hole)} runs right on parity2\'s hole (-,-)). Where the target is '
+           f'not symmetric it misleads (`diff2`: {right_runs(plain, ["diff2-mask"])}). Both were '
+           'predicted.')
+    default = mean(values(sums['add3-0.004-default'], 'sequence_accuracy', 100))
+    yield ('- **Where ours differs from the paper.** At 0.4 % of addition our default has '
+           f'{default:.2f} %, the paper\'s 1.19 %. Our images are a small ViT on part of CIFAR-10, '
+           'our language models are cut short.')
 
 
-# ----------------------------------------------------------------------------------------------------------------- boolean
+# -------------------------------------------------------------------------------- boolean
 
-OUTCOME = ['accuracy %', 'unseen %', 'loss', 'on the hole', 'fitted', 'prior_tv', 'steps × seeds']
+OUTCOME = ('accuracy %', 'unseen %', 'loss', 'on the hole', 'fitted', 'prior_tv', 'steps × seeds')
 
 
-def boolean(results):
-    rows = read(results / 'boolean')
-    def outcome(runs):
-        return [spread(values(runs, 'accuracy', 100)), spread(values(runs, 'accuracy_unseen', 100)), spread(values(runs, 'loss'), 4),
-                spread(values(runs, 'prediction_unseen')), fitted(runs), prior_tv(runs), steps(runs)]
-    versions = sorted({(r['torch'], r['device']) for runs in rows.values() for _, r, _ in runs})
-    yield f'**Every arm, every task** (`bash run_all.sh boolean`; torch and device: {", ".join(map(" ".join, versions))})\n'
-    def lines():
-        for task, arm, runs in by_arm(rows):
-            known, p = runs[0][1], PAPER.get((task, arm))
-            yield [task, arm, *outcome(runs), f'{known["mdi_accuracy"]:.1%}, {known["mdi_loss"]:g}',
-                   ', loss '.join(f'{n:g}' for n in [100 * p['accuracy'], *([p['loss']] if 'loss' in p else [])]) if p else '']
-    yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'], lines())
-
-    yield '**What training does to the prior**: relative change of M, W_Q, W_K, and prior_tv, unseen accuracy over the steps\n'
-    def curve(runs):
-        """prior_tv and unseen accuracy, means over the seeds, at the first three evaluations and the last."""
-        points = list(zip(*(log for _, _, log in runs)))                           # [evaluations][seeds]
-        return ' → '.join(f'step {rows[0]["step"]}: {mean(r["prior_tv"] for r in rows):.2f}, '
-                          f'{mean(r["accuracy_unseen"] for r in rows):.0%}' for rows in points[:3] + points[3:][-1:])
+def boolean(folder):
+    by_task = by_arm(rows('boolean', folder=folder))
+    versions = sorted({f'{run.torch} {run.device}' for _, _, runs in by_task for run in runs})
+    yield ('**Every arm, every task** (`bash run_all.sh boolean`; torch and device: '
+           f'{", ".join(versions)})\n')
+    yield from table(['task', 'arm', *OUTCOME, 'MDI: accuracy, loss', 'paper'],
+                     [[task, arm, *boolean_outcome(runs), *boolean_known(runs[0])]
+                      for task, arm, runs in by_task])
+    yield ('**What training does to the prior**: relative change of M, W_Q, W_K, and prior_tv, '
+           'unseen accuracy over the steps\n')
     yield from table(['task', 'arm', 'M', 'W_Q', 'W_K', 'prior_tv, unseen accuracy'],
-                     ([task, arm, *(spread(values(runs, f'change_{w}'), 3) for w in ('M', 'W_Q', 'W_K')), curve(runs)]
-                      for task, arm, runs in by_arm(rows)))
-    for name, title in (('fresh', 'The mask on five seeds that no setting was chosen by'),
-                        ('hole', 'parity2 on the hole (-,-), where no exchange of bits helps'),
-                        ('ablation', 'Ablations on parity2; whatever the name does not say is as above')):
-        yield f'**{title}**\n'
-        yield from table(['run', *OUTCOME], ([label, *outcome(runs)] for label, runs in read(results / 'boolean' / name).items()))
+                     [[task, arm, *(spread(values(runs, f'change_{weight}'), 3)
+                                    for weight in ('M', 'W_Q', 'W_K')), course(runs)]
+                      for task, arm, runs in by_task])
+    yield from interventions(folder)
+    for prefix, title in BOOLEAN_TABLES.items():
+        found = rows('boolean', prefix, folder)
+        if found:
+            yield f'**{title}**\n'
+            yield from table(['run', *OUTCOME], [[label, *boolean_outcome(runs)]
+                                                 for label, runs in found.items()])
 
 
-# -------------------------------------------------------------------------------------------------------------- arithmetic
+BOOLEAN_TABLES = {
+    'measured': 'The structure measured on the training set; elsewhere it is the known one',
+    'knobs': 'Strength and level, seed 100',
+    'batch-64': 'Batches of 64 and no clipping: an earlier setting, with spikes of the loss',
+    'fresh': 'The mask in that setting, on five seeds that it was not chosen by',
+    '2-layers': 'cyclic3 with 2 layers, pos_std 0.5, batches of 64 and 1,000 steps',
+    '3-layers': 'cyclic3 with 3 layers, batches of 128, lr 1e-3 and 2,500 steps',
+    'hole': 'parity2 on the hole (-,-), where no exchange of bits helps; batches of 64',
+    'ablation': 'Ablations on parity2, batches of 64; the rest is as the name does not say',
+}
+# What is held still while the rest learns.
+INTERVENTIONS = {
+    '': 'nothing', 'freeze-qk': 'W_Q and W_K frozen', 'hold-inputs': 'inputs of q and k held',
+    'both': 'both', 'freeze-mask': 'M frozen', 'mask-lr-10': 'nothing, M learns 10 times as fast',
+}
 
-def curves(folder):
-    """{task: {arm: {frac: runs}}} of the data-efficiency runs, named TASK-FRAC-ARM."""
-    curves = defaultdict(lambda: defaultdict(dict))
-    for label, runs in read(folder).items():
-        task, frac, arm = label.split('-', 2)
-        curves[task][arm][float(frac)] = runs
-    return curves
+
+def intervened(folder):
+    """Yields (task, arm, kind, runs) of the interventions, each arm's plain runs first."""
+    plain, found = rows('boolean', folder=folder), rows('boolean', 'interventions', folder)
+    for task in BOOLEAN_TARGETS:
+        for arm in ARMS:
+            for kind in INTERVENTIONS:
+                runs = found.get(f'{task}-{arm}-{kind}') if kind else plain.get(f'{task}-{arm}')
+                some = any(label.startswith(f'{task}-{arm}-') for label in found)
+                if runs and some:
+                    # The seeds that all kinds have.
+                    yield task, arm, kind, [run for run in runs if run.seed < 5]
 
 
-def needed(runs, level):
-    """('', the share of pairs at which an arm has `level` whole answers right); ('<' or '>', the smallest or largest measured).
+def interventions(folder):
+    lines = [[task, arm, INTERVENTIONS[kind], prior_tv(runs),
+              spread(values(runs, 'accuracy_unseen', 100), 1),
+              ' '.join(f'{100 * n:.0f}' for n in values(runs, 'accuracy_unseen')),
+              fitted(runs)] for task, arm, kind, runs in intervened(folder)]
+    if lines:
+        yield '**Interventions: what is held still while the rest learns** (seeds 0 to 4)\n'
+        yield from table(['task', 'arm', 'held still', 'prior_tv', 'unseen %', 'each seed',
+                          'fitted'], lines)
 
-    Means over the seeds; between two measured shares the accuracy is taken as linear in the log of the share.
-    """
-    points = [(f, mean(values(of, 'sequence_accuracy'))) for f, of in sorted(runs.items())]
+
+def boolean_outcome(runs):
+    return [spread(values(runs, 'accuracy', 100)), spread(values(runs, 'accuracy_unseen', 100)),
+            spread(values(runs, 'loss'), 4), spread(values(runs, 'prediction_unseen')),
+            fitted(runs), prior_tv(runs), f'{runs[0].steps} × {len(runs)}']
+
+
+def boolean_known(run):
+    """What the minimum-degree interpolator has, and what the paper has."""
+    loss = PAPER_ROWS.get(run.row, {}).get('loss')
+    return [f'{run.result["mdi_accuracy"]:.1%}, {run.result["mdi_loss"]:g}',
+            of_paper(run.row, 'boolean') + (f', loss {loss:g}' if loss else '')]
+
+
+def course(runs):
+    """prior_tv and unseen accuracy over the steps, means: at the start, early on, at the end."""
+    steps = runs[0].log['step']
+    early = [max(i for i, step in enumerate(steps) if step <= at) for at in (0, 20, 100)]
+    points = []
+    for i in dict.fromkeys((*early, len(steps) - 1)):
+        tv = mean(run.log['prior_tv'][i] for run in runs)
+        unseen = mean(run.log['accuracy_unseen'][i] for run in runs)
+        points.append(f'step {steps[i]}: {tv:.2f}, {unseen:.0%}')
+    return ' → '.join(points)
+
+
+# ----------------------------------------------------------------------------- arithmetic
+
+EXACT = ('exact match %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv',
+         'steps × seeds')
+
+
+def arithmetic(folder):
+    yield ('**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; '
+           'test: 10,000 other pairs)\n')
+    for prefix, title in (('', ''), ('weight-decay-3', 'The same with a weight decay of 3')):
+        found = curves(rows('arithmetic', prefix, folder))
+        if not found:
+            continue
+        if title:
+            yield f'**{title}**\n'
+        yield from table(['task', 'pairs', 'arm', *EXACT, 'paper'], curve_lines(found))
+        yield ('**Share of pairs needed for 50 and 90 % exact match**, interpolated, and how much '
+               'less than the default\n')
+        yield from table(['task', 'arm', '50 %', '90 %'], needed_lines(found))
+    ablation = rows('arithmetic', 'ablation', folder)
+    if ablation:
+        yield ('**What in the prior does the work, and longer operands** (at an equal number of '
+               'pairs)\n')
+        yield from table(['run', *EXACT], [[label, *arithmetic_outcome(runs)]
+                                           for label, runs in ablation.items()])
+
+
+def curves(rows):
+    """{label: runs} named TASK-FRAC-ARM -> {task: {arm: {frac: runs}}}, arms as in ARMS."""
+    found = {}
+    split = [(*label.split('-', 2), runs) for label, runs in rows.items()]
+    for task, frac, arm, runs in sorted(split, key=lambda row: (row[0], place(row[2], ARMS))):
+        found.setdefault(task, {}).setdefault(arm, {})[float(frac)] = runs
+    return found
+
+
+def arithmetic_outcome(runs):
+    exact = values(runs, 'sequence_accuracy', 100)
+    return [spread(exact), each(exact), spread(values(runs, 'digit_accuracy', 100)),
+            f'{mean(values(runs, "sequence_accuracy_seen", 100)):.1f}', fitted(runs),
+            prior_tv(runs), f'{runs[0].steps} × {len(runs)}']
+
+
+def curve_lines(found):
+    lines = []
+    for task, curve in found.items():
+        for frac in sorted({frac for by_frac in curve.values() for frac in by_frac}):
+            for arm, by_frac in curve.items():
+                if frac in by_frac:
+                    runs = by_frac[frac]
+                    lines.append([task, f'{100 * frac:g} %', arm, *arithmetic_outcome(runs),
+                                  of_paper(runs[0].row, 'arithmetic')])
+    return lines
+
+
+def needed(by_frac, level):
+    """('', the share of pairs at which an arm has `level` exact matches), means over the seeds,
+    taken as linear in the logarithm of the share; ('<' or '>', the end of what was measured)."""
+    points = [(frac, mean(values(runs, 'sequence_accuracy')))
+              for frac, runs in sorted(by_frac.items())]
     for (f0, low), (f1, high) in zip(points, points[1:]):
         if low <= level <= high:
             return '', f0 * (f1 / f0) ** ((level - low) / (high - low))
     return ('<', points[0][0]) if points[0][1] > level else ('>', points[-1][0])
 
 
-def arithmetic(results):
-    def outcome(runs):
-        right = values(runs, 'sequence_accuracy', 100)
-        return [spread(right), each(right), spread(values(runs, 'digit_accuracy', 100)),
-                f'{mean(values(runs, "sequence_accuracy_seen", 100)):.1f}', fitted(runs), prior_tv(runs), steps(runs)]
-    header = ['whole answer %', 'each seed', 'digits %', 'training pairs %', 'fitted', 'prior_tv', 'steps × seeds']
-    yield '**Arithmetic, by the share of pairs that trains** (`bash run_all.sh arithmetic`; test: 10,000 other pairs)\n'
-    for folder in ('.', 'weight-decay-3'):
-        if not (results / 'arithmetic' / folder).exists():
-            continue
-        if folder != '.':
-            yield '**The same with a weight decay of 3**\n'
-        found = curves(results / 'arithmetic' / folder)
-        def lines():
-            for task, curve in found.items():
-                for frac in sorted({f for arm in curve.values() for f in arm}):
-                    for arm in ARMS:
-                        if frac in curve[arm]:
-                            paper = PAPER.get((task, arm), {})
-                            yield [task, f'{100 * frac:g} %', arm, *outcome(curve[arm][frac]),
-                                   f'{100 * paper["sequence_accuracy"]:g}' if paper.get('frac') == frac else '']
-        yield from table(['task', 'pairs', 'arm', *header, 'paper'], lines())
-        yield '**Share of pairs needed for so many whole answers**, interpolated, and how much less than the default\n'
-        def lines():
-            for task, curve in found.items():
-                for arm in ARMS:
-                    if not curve['default'] or len(curve[arm]) < 2:
-                        continue
-                    row = [task, arm]
-                    for level in (0.5, 0.9):
-                        (sign, share), (unmeasured, default) = needed(curve[arm], level), needed(curve['default'], level)
-                        less = f', {default / share:.1f} times less' if arm != 'default' and not unmeasured and sign != '>' else ''
-                        row.append(f'{sign}{100 * share:.2g} %' + (less.replace(',', ', more than') if sign else less))
-                    yield row
-        yield from table(['task', 'arm', '50 %', '90 %'], lines())
-    if (results / 'arithmetic' / 'ablation').exists():
-        yield '**What in the prior does the work, and longer operands** (at an equal number of pairs)\n'
-        yield from table(['run', *header], ([label, *outcome(runs)] for label, runs in read(results / 'arithmetic' / 'ablation').items()))
+def needed_lines(found):
+    lines = []
+    for task, curve in found.items():
+        for arm, by_frac in curve.items():
+            if 'default' in curve and len(by_frac) > 1:
+                cells = [needed_cell(by_frac, curve['default'], level, arm) for level in (0.5, 0.9)]
+                lines.append([task, arm, *cells])
+    return lines
 
 
-def arithmetic_figure(plt, results):
-    found = [(f'{task}{note}', curve) for folder, note in (('.', ''), ('weight-decay-3', ', weight decay 3'))
-             for task, curve in curves(results / 'arithmetic' / folder).items()]
-    if not found:
-        return
-    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
-    for axis, (task, curve) in zip(axes[0], found):
-        for i, arm in enumerate(['default', 'qk-svd', 'qk-opt', 'mask']):
-            if not curve[arm]:
-                continue
-            points = [(100 * f, values(runs, 'sequence_accuracy', 100)) for f, runs in sorted(curve[arm].items())]
-            axis.plot([f for f, _ in points], [mean(right) for _, right in points], f'C{i}-', label=arm)
-            for f, right in points:
-                axis.plot([f] * len(right), right, f'C{i}.')
-        axis.set(xscale='log', xlabel='training pairs, % of all', ylabel='whole answer right, %', title=task)
-        fracs = sorted({100 * f for runs in curve.values() for f in runs})
-        axis.set_xticks(fracs, [f'{f:g}' for f in fracs])
-        axis.minorticks_off()
-        axis.legend()
-    draw(figure, results / 'arithmetic' / 'curve.png')
+def needed_cell(by_frac, default, level, arm):
+    sign, share = needed(by_frac, level)
+    default_sign, default_share = needed(default, level)
+    cell = f'{sign}{100 * share:.2g} %'
+    if arm == 'default' or default_sign or sign == '>':
+        return cell
+    return f'{cell},{" more than" if sign else ""} {default_share / share:.1f} times less'
 
 
-# ------------------------------------------------------------------------------------------------------ vision and language
+# -------------------------------------------------------------------- images and language
 
-def vision(results):
-    yield '**Vision** (`bash run_all.sh vision`)\n'
-    def lines(folder, paper=False):
-        for task, arm, runs in by_arm(read(folder)):
-            right = values(runs, 'accuracy', 100)
-            half = [100 * min(log, key=lambda row: abs(row['step'] - result['steps'] / 2))['accuracy'] for _, result, log in runs]
-            yield [task, f'{runs[0][1]["training_examples"]:,}', arm, spread(right), each(right), spread(half), spread(values(runs, 'loss'), 3),
-                   f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs), steps(runs, 'epochs'),
-                   *([spread([100 * PAPER[task, arm]['accuracy']] if (task, arm) in PAPER else [])] if paper else [])]
-    header = ['task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss', 'training images %', 'prior_tv', 'epochs × seeds']
-    yield from table(header, lines(results / 'vision'))
-    if (results / 'vision' / 'paper').exists():
+IMAGES = ('task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test loss',
+          'training images %', 'prior_tv', 'epochs × seeds')
+
+
+def images(folder):
+    yield '**Images** (`bash run_all.sh images`)\n'
+    yield from table(IMAGES, [images_line(*row) for row in by_arm(rows('images', folder=folder))])
+    at_papers_size = by_arm(rows('images', 'paper', folder))
+    if at_papers_size:
         yield '**At the paper\'s size**\n'
-        yield from table([*header, 'paper'], lines(results / 'vision' / 'paper', True))
+        yield from table([*IMAGES, 'paper'],
+                         [[*images_line(*row), of_paper(row[2][0].row, 'images')]
+                          for row in at_papers_size])
 
 
-def language(results):
+def images_line(task, arm, runs):
+    top1 = values(runs, 'accuracy', 100)
+    examples = runs[0].result['training_examples']
+    return [task, f'{examples:,}', arm, spread(top1), each(top1),
+            spread([100 * half_way(run) for run in runs]), spread(values(runs, 'loss'), 3),
+            f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs),
+            f'{runs[0].settings.epochs} × {len(runs)}']
+
+
+def half_way(run):
+    """The accuracy at the evaluation nearest to half of the steps."""
+    distance = [abs(step - run.steps / 2) for step in run.log['step']]
+    return run.log['accuracy'][distance.index(min(distance))]
+
+
+def language(folder):
+    found = rows('language', folder=folder)
     yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
-    rows = read(results / 'language')
-    def lines():
-        for task, arm, runs in by_arm(rows):
-            final = {r['seed']: r['perplexity'] for _, r, _ in rows.get(f'{task}-default', [])}
-            reached = [next((row['step'] for row in log if row['perplexity'] <= final.get(r['seed'], 0)), None) for _, r, log in runs]
-            valid = values(runs, 'perplexity')
-            yield [task, arm, spread(valid), each(valid), *(spread(values(runs, f'perplexity_{k}')) for k in ('test', '2x', '4x')),
-                   ' '.join(map(str, reached)) if all(reached) else '', prior_tv(runs), steps(runs)]
-    yield from table(['task', 'arm', 'validation', 'each seed', 'test', 'context × 2', 'context × 4', "step at the default's final",
-                      'prior_tv', 'steps × seeds'], lines())
+    yield from table(['task', 'arm', 'validation', 'each seed', 'test', 'context × 2',
+                      'context × 4', "step at the default's final", 'prior_tv', 'steps × seeds'],
+                     [[task, arm, *language_outcome(runs, found.get(f'{task}-default', []))]
+                      for task, arm, runs in by_arm(found)])
 
 
-# ------------------------------------------------------------------------------------------------------------------- speed
+def language_outcome(runs, default):
+    validation = values(runs, 'perplexity')
+    others = [spread(values(runs, f'perplexity_{what}')) for what in ('test', '2x', '4x')]
+    reached = [reached_at(run, default) for run in runs]
+    return [spread(validation), each(validation), *others,
+            ' '.join(map(str, reached)) if all(reached) else '', prior_tv(runs),
+            f'{runs[0].steps} × {len(runs)}']
 
-def bench_tables(found):
-    """What results/bench.py measured."""
-    yield f'torch {found["torch"]}, {found["device"]}, {found["threads"]} threads; a product of 2048 x 2048: ' + ', '.join(
-        f'{rate:.0f} GFLOP/s in {dtype}' for dtype, rate in found['product'].items()) + '\n'
-    yield from table(['task', '', 'ms a step', 'steps/s', 'tokens/s', 'GFLOP/s', 'of the product', 'with data ×', 'mask / default',
-                      "torch's layers / ours", 'largest costs'], (
-        [r['task'], r['dtype'], f'{r["milliseconds"]:.1f} [{r["quartiles"][0]:.1f}, {r["quartiles"][1]:.1f}]', f'{r["steps_per_second"]:.1f}',
-         f'{r["tokens_per_second"]:,.0f}', f'{r["gflops_per_second"]:.0f}', f'{r["share_of_product"]:.0%}', f'{r["with_data"]:.2f}',
-         f'{r["mask_over_default"]:.2f}', f'{r["torch_layers_over_ours"]:.2f}', r['costs']] for r in found['tasks']))
-    yield from table(['attention B, N, D, H', '', 'ms', 'MB for backward', 'MultiheadAttention / ours', 'fused kernel / ours'], (
-        [', '.join(map(str, r['shape'])), r['dtype'], f'{r["milliseconds"]:.2f} [{r["quartiles"][0]:.2f}, {r["quartiles"][1]:.2f}]',
-         f'{r["megabytes_for_backward"]:.1f}', f'{r["multihead_over_ours"]:.2f}', f'{r["fused_over_ours"]:.2f}'] for r in found['attention']))
+
+def reached_at(run, default):
+    """The first step at or below the final perplexity of the default of the same seed, or None."""
+    final = [other.log['perplexity'][-1] for other in default if other.seed == run.seed]
+    for step, perplexity in zip(run.log['step'], run.log['perplexity']):
+        if final and perplexity <= final[0]:
+            return step
+    return None
+
+
+# ----------------------------------------------------------------------- theory and speed
+
+def theory(folder):
+    """What theory.py found: a table for each of its parts."""
+    found = read_json(folder / 'theory.json')
+    for part in found['parts']:
+        lines = [[f'`{row["statement"]}`'.replace('|', '\\|'), *map(number, row['values']),
+                  'yes' if row['ok'] else 'NO'] for row in part['rows']]
+        header = [part['title'], *part['columns'], 'ok']
+        yield from table([cell.replace('|', '\\|') for cell in header], lines)
+    yield (f'{len(found["failed"])} failed. {found["seconds"]} s on {found["device"]}, torch '
+           f'{found["torch"]}, --draws {found["draws"]} --seed {found["seed"]}')
+
+
+def read_json(path):
+    return parse_json(path.read_text(encoding='utf-8'), path)
+
+
+def number(value):
+    if isinstance(value, (int, str)):
+        return str(value)
+    return f'{value:.6f}' if 0.01 <= abs(value) <= 2 else f'{value:.3g}'
+
+
+def speed(folder):
+    """What bench.py measured."""
+    found = read_json(folder / 'speed.json')
+    rates = [f'{rate:.0f} GFLOP/s in {dtype}' for dtype, rate in found['product'].items()]
+    yield (f'torch {found["torch"]}, {found["device"]}, {found["threads"]} threads; a product of '
+           f'2048 x 2048: {", ".join(rates)}\n')
+    yield from table(['task', '', 'ms a step', 'steps/s', 'tokens/s', 'GFLOP/s', 'of the product',
+                      'with data ×', 'mask / default', "torch's layers / ours", 'largest costs'],
+                     [[row['task'], row['dtype'], median(row, 1), f'{row["steps_per_second"]:.1f}',
+                       f'{row["tokens_per_second"]:,.0f}', f'{row["gflops_per_second"]:.0f}',
+                       f'{row["share_of_product"]:.0%}', f'{row["with_data"]:.2f}',
+                       f'{row["mask_over_default"]:.2f}', f'{row["torch_layers_over_ours"]:.2f}',
+                       row['costs']] for row in found['tasks']])
+    yield from table(['attention B, N, D, H', '', 'ms', 'MB for backward',
+                      'MultiheadAttention / ours', 'fused kernel / ours'],
+                     [[', '.join(map(str, row['shape'])), row['dtype'], median(row, 2),
+                       f'{row["megabytes_for_backward"]:.1f}', f'{row["multihead_over_ours"]:.2f}',
+                       f'{row["fused_over_ours"]:.2f}'] for row in found['attention']])
     yield from table(['seeds of parity2 in one batched model', 'time / that of single models'],
-                     ([str(r['seeds']), f'{r["batched_over_single"]:.2f}'] for r in found['seeds']))
+                     [[str(row['seeds']), f'{row["batched_over_single"]:.2f}']
+                      for row in found['seeds']])
 
 
-# ----------------------------------------------------------------------------------------------------------------- figures
-
-def draw(figure, path):
-    figure.tight_layout()
-    write(path, lambda p: figure.savefig(p, format='png', dpi=110))
+def median(row, digits):
+    low, high = row['quartiles']
+    return f'{row["milliseconds"]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]'
 
 
-def training_figure(plt, results, section, tasks, metric):
-    """Above the metric over the steps, below prior_tv; a column for each task; means over the seeds."""
-    rows = by_arm(read(results / section))
-    tasks = [task for task in tasks if any(task == row[0] for row in rows)]
-    if not tasks:
-        return
-    figure, axes = plt.subplots(2, len(tasks), figsize=(5 * len(tasks), 7), squeeze=False)
-    for task, arm, runs in rows:
-        of = arm.removesuffix('-mimetic-v')                                        # dashed
-        if task in tasks and of in ARMS and arm != 'default-10x':
-            points = list(zip(*(log for _, _, log in runs)))                       # [evaluations][seeds]
-            for axis, key in zip(axes[:, tasks.index(task)], (metric, 'prior_tv')):
-                shown = points[1:] if key == 'perplexity' else points              # the vocabulary's size at step 0 would hide the rest
-                axis.plot([p[0]['step'] for p in shown], [mean(r[key] for r in p) for p in shown],
-                          f'C{ARMS.index(of)}{"-" if of == arm else "--"}', label=arm)
-                axis.set(xlabel='step', ylabel=key, title=task, yscale='log' if key == 'perplexity' else 'linear')
-    for axis in axes[0]:
-        axis.legend()
-    draw(figure, results / section / 'training.png')
+# ------------------------------------------------------------------ runs of this machine
+
+def beside_recorded(folder, recorded=HERE):
+    """The finished runs under the folder beside the recorded ones and the paper's numbers."""
+    found = {section: [] for section in SECTIONS}
+    for run in find_runs(folder):
+        section, _, record = read_run(run, folder)
+        found[section].append(record)
+    for section, here in found.items():
+        check_rows(here)
+        before = by_row(records(section, recorded)) if here else {}
+        lines = [beside_line(runs, before.get(row, []), section)
+                 for row, runs in by_row(here).items()]
+        if lines:
+            yield f'**{section}, {MEASURE[section][2]}**\n'
+            yield from table(['row', 'this machine (seeds)', 'recorded (seeds)', 'paper'], lines)
 
 
-def theory_figure(plt, results):
-    """The size of the loss's gradient as features and weights grow by a, the row of attention held fixed (theory.py, part 4)."""
-    figure, axes = plt.subplots(1, len(theory.SCALINGS), figsize=(5 * len(theory.SCALINGS), 4), sharey=True)
-    for axis, (title, powers, _) in zip(axes, theory.SCALINGS):
-        found = theory.gradients_over_a(0, 'cpu', powers)
-        for place in theory.PLACES:
-            axis.loglog([math.exp(t) for t in theory.LOG_A], [z[place].median().item() for z in found], label=place)
-        axis.set(xlabel='a', ylabel='||dl/d.||, median of 64 rows', title=title)
-        axis.legend()
-    draw(figure, results / 'theory' / 'scaling.png')
+def beside_line(runs, before, section):
+    row = runs[0].row
+    # Where this machine's settings are not the recorded ones, the row says what they are.
+    other = changed(before[0], runs[0]) if before else {}
+    settings = ''.join(f' {option} {value}' for option, value in other.items())
+    cells = [f'{measured(of, section)} ({len(of)})' if of else '' for of in (runs, before)]
+    return [row + settings, *cells, of_paper(row, section)]
 
 
-FIGURES = {  # section: how to draw it
-    'boolean': lambda plt, results: training_figure(plt, results, 'boolean', ['parity2', 'maj3', 'cyclic3'], 'accuracy_unseen'),
-    'theory': theory_figure,
-    'arithmetic': arithmetic_figure,
-    'vision': lambda plt, results: training_figure(plt, results, 'vision', ['cifar10', 'imagenet100'], 'accuracy'),
-    'language': lambda plt, results: training_figure(plt, results, 'language', ['wikitext2', 'tinystories'], 'perplexity'),
-}
+# ----------------------------------------------------------------------------------- main
+
+TABLES = {'headline': headline, 'first_run': first_run, 'findings': findings, 'knobs': knobs,
+          'boolean': boolean, 'arithmetic': arithmetic, 'images': images, 'language': language,
+          'theory': theory, 'speed': speed}
+
+# Those that no file is named by.
+OF_SEVERAL = {'headline', 'first_run', 'findings', 'knobs'}
 
 
-# -------------------------------------------------------------------------------------------------------------------- main
-
-SECTIONS = {'boolean': boolean, 'arithmetic': arithmetic, 'vision': vision, 'language': language,
-            'bench': lambda results: bench_tables(load(path)) if (path := results / 'bench' / 'bench.json').exists() else ()}
-
-
-def sections(results):
-    """{section: its tables, Markdown} of what is recorded."""
-    found = {name: section for name, section in SECTIONS.items() if (results / name).exists()}
-    tables = {}
-    for name, section in ({'headline': headline} | found).items():
-        try:
-            tables[name] = '\n'.join(section(results)).strip()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:        # a file that no run wrote
-            raise RunError(f'{results}, {name}: a run is not named as in run_all.sh, or incomplete ({type(error).__name__}: {error})') from None
-    return tables
+def sections(folder=HERE, names=TABLES):
+    """{section: its tables, Markdown} of what is recorded in the folder."""
+    there = {path.stem for path in folder.glob('*.json*')} | OF_SEVERAL
+    return {name: '\n'.join(TABLES[name](folder)).strip('\n') for name in names if name in there}
 
 
 def filled(text, tables):
-    """The text with the tables in place of what stands between `<!-- report: SECTION -->` and `<!-- /report -->`."""
-    def fill(found):
-        start, section, end = found.groups()
+    """The text with each table between its `<!-- report: SECTION -->` and `<!-- /report -->`."""
+    def fill(match):
+        start, section, end = match.groups()
         if section not in tables:
-            raise RunError(f'a README has a table of {section}, and there is no {HERE / section} to make it from: nothing is written')
+            raise RunError(f'nothing is recorded for the table of {section}: no page is written')
         return start + tables[section] + '\n' + end
-    return re.sub(r'(<!-- report: (\w+) -->\n).*?\n?(<!-- /report -->)', fill, text, flags=re.DOTALL)
+    return re.sub(r'(<!-- report: (\w+) -->\n).*?\n?(<!-- /report -->)', fill, text,
+                  flags=re.DOTALL)
+
+
+def write_pages():
+    """Puts the tables into every page that has a place for them; after an error into none."""
+    tables = sections()
+    pages = [HERE.parent / 'README.md', *sorted(HERE.glob('*.md'))]
+    texts = {path: filled(path.read_text(encoding='utf-8'), tables) for path in pages}
+    for path, text in texts.items():
+        if text != path.read_text(encoding='utf-8'):
+            train.write_text(path, text)
 
 
 def main(argv=None):
-    parser = Parser(description=__doc__)
-    parser.add_argument('results', nargs='?', type=Path, default=HERE)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument('sections', nargs='*', metavar='SECTION', help=' '.join(TABLES))
     parser.add_argument('--write', action='store_true')
-    parser.add_argument('--figures', action='store_true')
+    parser.add_argument('--rows', action='store_true')
+    parser.add_argument('--runs', type=Path, metavar='FOLDER')
+    parser.add_argument('--collect', type=Path, nargs='+', metavar='RUN')
     args = parser.parse_args(argv)
-    if not args.results.is_dir():
-        raise UsageError(f'{args.results} is no folder')
-    if args.write and args.results.resolve() != HERE:
-        raise UsageError(f'--write puts the tables of {HERE} into the READMEs, not those of {args.results}')
-    tables = sections(args.results)
-    if not any(tables.values()) and not (args.results / 'theory').exists():        # whose table theory.py prints
-        print(f'report.py: no finished runs in {args.results}, as run_all.sh records them', file=sys.stderr)
-    print('\n\n'.join(tables.values()))
-    readmes = (HERE.parent / 'README.md', HERE / 'README.md') if args.write else ()
-    for path, text in [(path, filled(path.read_text(encoding='utf-8'), tables)) for path in readmes]:      # both, or none
-        write_text(path, text)
-    if args.figures:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise RunError('the figures need matplotlib: pip install matplotlib') from None
-        for name, figure in FIGURES.items():
-            if (args.results / name).exists():
-                figure(pyplot, args.results)
+    for name in args.sections:
+        if name not in TABLES:
+            raise UsageError(f'no section {name}: {" ".join(TABLES)}')
+    if args.sections and (args.write or args.runs or args.collect or args.rows):
+        raise UsageError('a section is only for printing its tables: the options take none')
+    if args.collect:
+        print('\n'.join(collect(args.collect)))
+    elif args.runs:
+        print('\n'.join(beside_recorded(args.runs)).strip())
+    elif args.rows:
+        print('\n'.join(all_arguments()))
+    elif not args.write:
+        print('\n\n'.join(sections(names=args.sections or TABLES).values()))
+    if args.write:
+        write_pages()
 
 
 if __name__ == '__main__':
-    sys.exit(command(main, 'report.py'))
+    sys.exit(train.command(main, 'report.py'))
