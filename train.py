@@ -757,7 +757,8 @@ def run(settings, argv):
     rank, world = start_processes(settings)
     folder = run_folder(settings)
     if rank == 0:
-        threads = f', {torch.get_num_threads()} threads' if settings.device == 'cpu' else ''
+        n = torch.get_num_threads()
+        threads = f', {n} thread{"s" * (n > 1)}' if settings.device == 'cpu' else ''
         print(f'{settings.task}, --init {settings.init}, seed {settings.seed}, on '
               f'{device_name(settings.device)}{threads}')
     # Refuses bad settings before any file is written.
@@ -814,9 +815,12 @@ def main(argv=None):
         return
     # Tiny models: a second thread saves little, and on a busy machine it waits (measured).
     tiny = issubclass(tasks.TASKS[settings.task], Boolean)
-    if settings.threads or tiny:
-        torch.set_num_threads(settings.threads or 1)
-    run(settings, argv)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or (1 if tiny else threads))
+    try:
+        run(settings, argv)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def interruptible(main):

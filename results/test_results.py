@@ -125,7 +125,6 @@ def test_tables_of_each_section_by_hand(tmp_path):
     tables = report.sections(tmp_path)
     for section, text in (
             ('headline', '|  |  | 60.00 ± 14.14 (1/2 not fitted) | 2 | 75, 100 |'),
-            ('headline', '\n| parity2 |  |  |  |  |  |  | 0.12 → 0.25 |'),
             ('boolean', '| 1.00 ± 0.00 | 1/2 | 0.125 → 0.250 | 4 × 2 | 87.5%, 2'
              ' | 100, loss 0.0029 |'),
             ('boolean', '| step 0: 0.10, 100% → step 4: 0.20, 0% |'),
