@@ -2,8 +2,9 @@
 # Trains every row of the tables, into runs/:
 #     bash run_all.sh [quick] [boolean] [theory] [arithmetic] [images] [language] [ablations] [paper]
 # No section named: all but paper, which is ViT-Tiny for 300 epochs on all of the images. quick: one
-# seed and fewer rows, into runs/quick. What is finished in there is skipped, what was interrupted
-# goes on. Ends with tables of this machine's numbers beside the recorded ones and the paper's.
+# seed, fewer rows, cyclic3, images and language cut down, into runs/quick. What is finished in there
+# is skipped, what was interrupted goes on. Ends with tables of this machine's numbers beside the
+# recorded ones and the paper's.
 # DEVICE=cuda, cuda:1, mps or cpu (default: the best there is); JOBS=N runs at once (default: one a
 # core on a CPU; 4 on a GPU, which is a guess, not measured); OUT=FOLDER instead of runs.
 set -euo pipefail

@@ -43,7 +43,9 @@ class Task:
       probe       fixed training inputs on the device, for prior_tv and for the QK arms
       n_train     number of training examples
       device      where the examples are
-      reference   what no training can change, for result.json: the MDI's metrics, sizes of the data
+      reference   what no training can change, for result.json: the MDI's metrics, and
+                  training_examples, by which --resume tells another data set
+    The class itself names its console_metrics, which are printed at each evaluation.
     """
     console_metrics = ('loss_seen',)
     reference = {}
@@ -291,7 +293,7 @@ class Boolean(Task):
                           readout=slice(0, None if bits is None else 1))
 
         mdi = minimum_degree_interpolator(y.double(), hole).float().to(device)
-        self.reference = {f'mdi_{name}': value for name, value in self.measure(mdi).items()}
+        self.reference = {f'mdi_{metric}': value for metric, value in self.measure(mdi).items()}
         self.reference['target_fourier'] = self.measure(self.y)['fourier']
 
     @staticmethod
@@ -404,12 +406,12 @@ class Boolean(Task):
 
     def verdict(self, result):
         if not result['fitted']:
-            return 'has not fitted what it saw, so the rest says nothing about extrapolation'
-        if result['accuracy'] >= 0.999:
+            return 'has not fitted what it saw, so the rest does not count'
+        if result['accuracy_unseen'] >= 0.999:
             return 'right on the whole cube'
         if result['accuracy_unseen'] <= result['mdi_accuracy_unseen'] + 0.05:
-            return ('fitted what it saw and follows the minimum-degree interpolator (MDI) '
-                    'on the rest')
+            return ('fitted what it saw and is right on the rest only where the minimum-degree '
+                    'interpolator (MDI) is')
         return f'fitted what it saw and is right on {result["accuracy_unseen"]:.0%} of the rest'
 
 

@@ -96,8 +96,8 @@ class Settings:
     context: int = setting(64, 'words in a window; ours', 'positive', Language)
     # prior
     init: str = setting('mask', 'arm: where the prior is written', choices=maskprior.ARMS)
-    strength: float = setting(8., 'nats, closed pairs below open ones; ours', 'positive')
-    level: float = setting(4., 'M at the open pairs; its gradient carries sigmoid(-level); ours')
+    strength: float = setting(8., 'nats by which the bias of other pairs is lower', 'positive')
+    level: float = setting(4., 'M at the pairs that interact; its gradient carries sigmoid(-level)')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], not a shared [N, N]')
     structure: str = setting('known', 'which bits interact: known, or measured on the training set',
                              only=Boolean, choices=('known', 'measured'))
@@ -195,9 +195,15 @@ def option(name):
     return '--' + name.replace('_', '-')
 
 
+def task_settings(task):
+    """The settings that a task asks for: the parameters of its class, behind its name."""
+    return list(inspect.signature(tasks.TASKS[task]).parameters)[1:]
+
+
 def applies_to(field, task):
     only = field.metadata['only']
-    return only is None or issubclass(tasks.TASKS[task], only)
+    return (only is None or issubclass(tasks.TASKS[task], only)
+            or field.name in task_settings(task))
 
 
 def make_parser(task):
@@ -361,9 +367,12 @@ def build(settings):
     The same seed gives the same weights, but for those that the arm sets.
     """
     task_class = tasks.TASKS[settings.task]
-    names = list(inspect.signature(task_class).parameters)[1:]
-    task = task_class(settings.task, **{name: getattr(settings, name) for name in names
-                                        if hasattr(settings, name)})
+    names = task_settings(settings.task)
+    for name in names:
+        if not hasattr(settings, name):
+            raise UsageError(f'{task_class.__name__} takes {name}, which is no setting: add it to '
+                             'train.Settings')
+    task = task_class(settings.task, **{name: getattr(settings, name) for name in names})
     distance = task.distance
     if settings.flip:
         generator = torch.Generator().manual_seed(settings.seed)
@@ -611,7 +620,7 @@ def train(settings, folder, config, task, model, target):
 
     Of several processes each takes its shard of every batch; the first evaluates and writes.
     """
-    run = run_config(settings)
+    run_settings = run_config(settings)
     settings = in_steps(settings, task.n_train)
     rank, _ = processes()
     optimiser = make_optimiser(model, settings)
@@ -621,8 +630,8 @@ def train(settings, folder, config, task, model, target):
     step, seconds, log = 0, 0., []
     checkpoint = folder / 'checkpoint.pt'
     if settings.resume and checkpoint.exists():
-        step, seconds, log = load_checkpoint(checkpoint, run, settings, task, model, optimiser,
-                                             generator)
+        step, seconds, log = load_checkpoint(checkpoint, run_settings, settings, task, model,
+                                             optimiser, generator)
     if rank == 0:
         # Not before the checkpoint is taken.
         write_json(folder / 'config.json', config)
@@ -636,7 +645,8 @@ def train(settings, folder, config, task, model, target):
         row |= evaluate(task, model, target, settings, initial, step, quick)
         log.append(row)
         write_log(folder / 'log.jsonl', log)
-        save_checkpoint(checkpoint, run, task, model, optimiser, generator, step, seconds, log)
+        save_checkpoint(checkpoint, run_settings, task, model, optimiser, generator, step,
+                        seconds, log)
         if not quick:
             progress.evaluation(step, row, seconds)
 
@@ -845,6 +855,10 @@ def command(main, script):
         return interruptible(main)
     except UsageError as error:
         code, message = 2, error
+    except BrokenPipeError:
+        # Whoever read the output has closed it, such as head: nothing to say, nor to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (RunError, DataError, OSError) as error:
         code, message = 1, error
     except KeyboardInterrupt:

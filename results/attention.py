@@ -84,7 +84,10 @@ def shown_inputs(task):
     if isinstance(task, Language):
         # A causal model does not look at what is behind these.
         return task.probe[:1, :WORDS], [task.vocabulary[word] for word in task.probe[0, :WORDS]]
-    return task.probe, None
+    if isinstance(task, Images):
+        return task.probe, None
+    # A task of one's own.
+    return task.probe, [str(i) for i in range(task.probe.shape[1])]
 
 
 def on_grid(maps, task):

@@ -53,6 +53,10 @@ RESULT_DIGITS = 10
 FORMER_SECTIONS = {'vision': 'images'}
 
 
+class NoSection(RunError):
+    """A run of a task that no section is for."""
+
+
 # ------------------------------------------------------------------------- the recorded runs
 
 @dataclass
@@ -127,7 +131,7 @@ def section_of(task):
     for section, family in SECTIONS.items():
         if issubclass(tasks.TASKS[task], family):
             return section
-    raise RunError(f'{task} is of none of the sections {", ".join(SECTIONS)}')
+    raise NoSection(f'{task} is of none of the sections {", ".join(SECTIONS)}')
 
 
 def read_lines(section, folder):

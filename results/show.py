@@ -46,7 +46,9 @@ def draw_metrics(part, folders, runs, task):
     axes = part.subplots(1, len(metrics))
     arms = [settings.init for settings, _ in runs]
     for i, (folder, (settings, checkpoint)) in enumerate(zip(folders, runs)):
-        colour = COLOURS[settings.init] if len(set(arms)) == len(arms) else f'C{i}'
+        colour = f'C{i}'
+        if len(set(arms)) == len(arms):
+            colour = COLOURS.get(settings.init, colour)
         # The thinner lie on the thicker.
         width = 1 + 2 * (len(runs) - 1 - i) / len(runs)
         for axis, metric in zip(axes, metrics):
