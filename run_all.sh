@@ -163,6 +163,12 @@ for section; do
     esac
 done
 mkdir -p "$OUT"
+if [ -f "$OUT/.pid" ] && kill -0 "$(cat "$OUT/.pid")" 2> /dev/null; then
+    echo "run_all.sh: another run_all.sh is at work in $OUT" >&2
+    exit 1
+fi
+echo $$ > "$OUT/.pid"
+trap 'rm -f "$OUT/.pid"' EXIT
 # The device, and the tasks whose data is not there.
 found=$("$PYTHON" - "${DEVICE:-auto}" <<'P'
 import sys, tasks, train
@@ -185,6 +191,9 @@ if [ "$DEVICE" = cpu ]; then
 else
     JOBS=${JOBS:-4}
 fi
+case $JOBS in
+    '' | *[!0-9]* | 0*) echo "run_all.sh: JOBS=$JOBS must be a whole number from 1" >&2; exit 2 ;;
+esac
 status=0 list=
 for section; do
     case $section in

@@ -262,6 +262,13 @@ def parse(argv):
     return settings
 
 
+def good_name(path):
+    """Whether this names a folder below another: a relative path of parts that print."""
+    parts = path.parts
+    return bool(parts) and not path.is_absolute() and not {'..', *FILES} & {*parts} and all(
+        part.isprintable() and part.strip() for part in parts)
+
+
 def check(settings, given):
     """UsageError for a setting beyond its limit, not for this task, or not with another."""
     s = settings
@@ -295,7 +302,7 @@ def check(settings, given):
         f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even':
             (s.mixup or s.cutmix) and s.batch % 2,
         f'--name {s.name!r} must name a folder in --out':
-            s.name is not None and (not path.parts or path.is_absolute() or '..' in path.parts),
+            s.name is not None and not good_name(path),
         '--overwrite starts over and --resume goes on: choose one': s.overwrite and s.resume,
         f'--steps does not apply to {s.task}, which counts epochs: --epochs':
             'steps' in given and s.epochs,
@@ -406,6 +413,9 @@ def build(settings):
         block.attn.k.requires_grad_(not settings.freeze_qk)
         if block.attn.M is not None:
             block.attn.M.requires_grad_(not settings.freeze_mask)
+    if target.shape[-2:] != (model.N, model.N):
+        raise UsageError(f'--init {settings.init} aims at an attention of '
+                         f'{list(target.shape)}, and the model has {model.N} tokens')
     if settings.hold_inputs:
         maskprior.hold_inputs(model)
     return task, model.to(settings.device), target.to(settings.device)

@@ -23,6 +23,9 @@ from torch import nn
 import maskprior
 import train
 from tasks import Arithmetic, Boolean, Images, Language, UsageError
+from train import RunError
+
+from records import parse_json
 
 # Steps whose attention is recorded, beside the first and the last.
 SNAPSHOTS = {'parity2': (20, 100)}
@@ -180,13 +183,20 @@ def record(folder):
 
 
 def record_all(folders, path):
-    """Adds the runs to attention.json, one a line; a run of the same name is replaced."""
-    entries = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    """Adds finished runs to attention.json, one a line; a run of the same name is replaced."""
     for folder in folders:
-        entries[folder.resolve().name] = record(folder)
-    lines = [f'{json.dumps(name)}: {json.dumps(entries[name], separators=(",", ":"))}'
-             for name in sorted(entries)]
-    train.write_text(path, '{\n' + ',\n'.join(lines) + '\n}\n')
+        if not (folder / 'result.json').exists():
+            raise RunError(f'{folder} is no finished run: no result.json in it')
+    new = {folder.resolve().name: record(folder) for folder in folders}
+    # Another process that records waits until this one has.
+    with tasks.lock(path.parent):
+        entries = {}
+        if path.exists():
+            entries = parse_json(path.read_text(encoding='utf-8'), path)
+        entries |= new
+        lines = [f'{json.dumps(name)}: {json.dumps(entries[name], separators=(",", ":"))}'
+                 for name in sorted(entries)]
+        train.write_text(path, '{\n' + ',\n'.join(lines) + '\n}\n')
 
 
 def main(argv=None, path=HERE / 'attention.json'):

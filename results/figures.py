@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train
 from tasks import UsageError
+from train import RunError
 
 from look import (COLOURS, VARIANTS, draw_dots, draw_map, end_values, legend, line_of, look,
                   new_figure, panel, save)
@@ -414,6 +415,9 @@ def main(argv=None, folder=HERE):
             print(folder / f'{name}.png')
         except NothingRecorded as missing:
             print(f'figures.py: {name}: {missing}', file=sys.stderr)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RunError(f'{name}: what is recorded for it is damaged '
+                           f'({type(error).__name__}: {error})') from None
 
 
 if __name__ == '__main__':

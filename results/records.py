@@ -144,7 +144,9 @@ def read_lines(section, folder):
         text = path.read_text(encoding='utf-8').removesuffix('\n')
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f'{path} cannot be read: {error}') from None
-    for number, line in enumerate(text.split('\n') if text else [], 1):
+    if not text:
+        raise RunError(f'{path} is empty: take it from git again, or remove it')
+    for number, line in enumerate(text.split('\n'), 1):
         record = parse_record(line, section, f'{path}, line {number},')
         if record.name in found:
             raise RunError(f'{path}, line {number}, is a second {record.name}: remove one')
@@ -375,6 +377,9 @@ def collect(paths, folder=HERE):
     with tasks.lock(folder):
         merged = {section: merge(section, runs, folder) for section, runs in new.items()}
         for section, (text, replaced) in merged.items():
+            # Of a --collect that was killed.
+            for temporary in folder.glob(f'{section}.jsonl.*.tmp'):
+                temporary.unlink()
             train.write_text(folder / f'{section}.jsonl', text)
             added = len(new[section]) - replaced
             done.append(f'{folder / section}.jsonl: {added} added, {replaced} replaced')

@@ -552,7 +552,15 @@ OF_SEVERAL = {'headline', 'first_run', 'findings', 'knobs'}
 def sections(folder=HERE, names=TABLES):
     """{section: its tables, Markdown} of what is recorded in the folder."""
     there = {path.stem for path in folder.glob('*.json*')} | OF_SEVERAL
-    return {name: '\n'.join(TABLES[name](folder)).strip('\n') for name in names if name in there}
+    found = {}
+    for name in names:
+        if name in there:
+            try:
+                found[name] = '\n'.join(TABLES[name](folder)).strip('\n')
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise RunError(f'{folder / name}: what is recorded is damaged '
+                               f'({type(error).__name__}: {error})') from None
+    return found
 
 
 def filled(text, tables):
