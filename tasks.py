@@ -6,6 +6,7 @@ maskprior.py. After the tasks: where data sets are, how they are read, and where
 import argparse
 import hashlib
 import http.client
+import importlib.util
 import io
 import lzma
 import math
@@ -1426,10 +1427,8 @@ def decode_images(files, side, cache):
     path.parent.mkdir(parents=True, exist_ok=True)
     with lock(path.with_suffix('.lock')):
         if not path.exists() or path.stat().st_size != size:
-            try:
-                import PIL
-            except ImportError:
-                raise DataError('decoding JPEG files needs Pillow: pip install pillow') from None
+            if importlib.util.find_spec('PIL') is None:
+                raise DataError('decoding JPEG files needs Pillow: pip install pillow')
             # What decoding left that was killed.
             for temporary in path.parent.glob(f'{path.name}.*.tmp'):
                 temporary.unlink()
