@@ -236,7 +236,7 @@ def boolean(folder):
                      [[task, arm, *(spread(values(runs, f'change_{weight}'), 3)
                                     for weight in ('M', 'W_Q', 'W_K')), course(runs)]
                       for task, arm, runs in by_task])
-    yield from interventions(folder)
+    yield from interventions('boolean', 'accuracy_unseen', folder)
     for prefix, title in BOOLEAN_TABLES.items():
         found = rows('boolean', prefix, folder)
         if found:
@@ -262,28 +262,34 @@ INTERVENTIONS = {
 }
 
 
-def intervened(folder):
+INTERVENED = {'boolean': tuple(BOOLEAN_TARGETS), 'arithmetic': ('add3-0.0005',)}
+
+
+def intervened(section, folder):
     """Yields (task, arm, kind, runs) of the interventions, each arm's plain runs first."""
-    plain, found = rows('boolean', folder=folder), rows('boolean', 'interventions', folder)
-    for task in BOOLEAN_TARGETS:
+    found = rows(section, 'interventions', folder)
+    # cyclic3 has plain runs of its own there, as short as the others.
+    row_of = rows(section, folder=folder) | found
+    for task in INTERVENED[section]:
         for arm in ARMS:
+            seeds = {run.seed for label, runs in found.items() for run in runs
+                     if label.startswith(f'{task}-{arm}-')}
             for kind in INTERVENTIONS:
-                runs = found.get(f'{task}-{arm}-{kind}') if kind else plain.get(f'{task}-{arm}')
-                some = any(label.startswith(f'{task}-{arm}-') for label in found)
-                if runs and some:
-                    # The seeds that all kinds have.
-                    yield task, arm, kind, [run for run in runs if run.seed < 5]
+                runs = row_of.get(f'{task}-{arm}-{kind}' if kind else f'{task}-{arm}', [])
+                runs = [run for run in runs if run.seed in seeds]
+                if runs:
+                    yield task, arm, kind, runs
 
 
-def interventions(folder):
-    lines = [[task, arm, INTERVENTIONS[kind], prior_tv(runs),
-              spread(values(runs, 'accuracy_unseen', 100), 1),
-              ' '.join(f'{100 * n:.0f}' for n in values(runs, 'accuracy_unseen')),
-              fitted(runs)] for task, arm, kind, runs in intervened(folder)]
+def interventions(section, metric, folder):
+    lines = [[task, arm, INTERVENTIONS[kind], prior_tv(runs), spread(values(runs, metric, 100), 1),
+              ' '.join(f'{100 * n:.0f}' for n in values(runs, metric)), fitted(runs),
+              str(runs[0].steps)] for task, arm, kind, runs in intervened(section, folder)]
     if lines:
-        yield '**Interventions: what is held still while the rest learns** (seeds 0 to 4)\n'
-        yield from table(['task', 'arm', 'held still', 'prior_tv', 'unseen %', 'each seed',
-                          'fitted'], lines)
+        yield '**Interventions: what is held still while the rest learns**\n'
+        outcome = 'unseen %' if section == 'boolean' else EXACT[0]
+        yield from table(['task', 'arm', 'held still', 'prior_tv', outcome, 'each seed', 'fitted',
+                          'steps'], lines)
 
 
 def boolean_outcome(runs):
@@ -330,6 +336,7 @@ def arithmetic(folder):
         yield ('**Share of pairs needed for 50 and 90 % exact match**, interpolated, and how much '
                'less than the default\n')
         yield from table(['task', 'arm', '50 %', '90 %'], needed_lines(found))
+    yield from interventions('arithmetic', 'sequence_accuracy', folder)
     ablation = rows('arithmetic', 'ablation', folder)
     if ablation:
         yield ('**What in the prior does the work, and longer operands** (at an equal number of '
