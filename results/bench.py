@@ -7,6 +7,8 @@ Forward, backward and optimiser; warm-up excluded; median [quartiles]. The data 
 images, random words), so that nothing has to be there.
 """
 import argparse
+import importlib.util
+import itertools
 import math
 import os
 import shlex
@@ -14,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +28,9 @@ import tasks
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import DeviceType
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import maskprior
@@ -33,28 +38,43 @@ import train
 from report import speed
 
 TASKS = ('parity2', 'maj3', 'cyclic3', 'add3', 'mul3', 'cifar10', 'wikitext2', 'tinystories')
-# B, N, D, H of the attention alone: those of the recipes, and one that grows.
-SHAPES = ((64, 16, 64, 4), (128, 64, 96, 3), (64, 64, 128, 4), (16, 197, 192, 3),
-          *((4, N, 192, 3) for N in (64, 128, 256, 512, 1024)))
+# B, N, D, H of the attention alone: those of the recipes, and of a ViT-Tiny.
+SHAPES = ((64, 16, 64, 4), (128, 64, 96, 3), (64, 64, 128, 4), (16, 197, 192, 3))
+# N, and the shapes of M, of a layer that grows: B 1, D 192, H 3.
+LENGTHS = (64, 256, 1024, 4096)
 
 
 def timed(seconds, device, *steps):
     """Seconds a call of each step: (median, first quartile, third quartile).
 
     Three calls of each do not count. The steps take turns, so that whatever else the machine does
-    meets all of them.
+    meets all of them. On a GPU the device's own clock counts, read once at the end.
     """
-    times = [[] for _ in steps]
     cuda = torch.device(device).type == 'cuda'
-    while len(times[0]) < 8 or sum(map(sum, times)) < seconds * len(steps):
-        for step, taken in zip(steps, times):
-            start = time.perf_counter()
+
+    def now():
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    calls = [[] for _ in steps]
+    start = time.perf_counter()
+    while len(calls[0]) < 8 or time.perf_counter() - start < seconds * len(steps):
+        for step, times in zip(steps, calls):
+            before = now()
             step()
-            if cuda:
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - start)
-    quartiles = [statistics.quantiles(taken[3:], n=4) for taken in times]
-    return [(median, low, high) for low, median, high in quartiles]
+            times.append((before, now()))
+    if cuda:
+        torch.cuda.synchronize(device)
+    found = []
+    for times in calls:
+        taken = [before.elapsed_time(after) / 1e3 if cuda else after - before
+                 for before, after in times[3:]]
+        low, median, high = statistics.quantiles(taken, n=4)
+        found.append((median, low, high))
+    return found
 
 
 def product_rate(device, bf16, seconds, n=2048):
@@ -93,16 +113,32 @@ def made_up_data(folder):
 
 # ------------------------------------------------------------------------- a step of training
 
-def make_step(settings, task, model, loss, fixed_batch=True):
-    """A training step as train.py does it, with or without the making of its batch."""
-    optimiser = train.make_optimiser(model, settings)
+def drawn(settings, task):
+    """The batches that train.py makes."""
     generator = torch.Generator().manual_seed(0)
-    batch = task.batch(generator, settings.batch)
-    steps = iter(range(10 ** 9))
+    for step in itertools.count():
+        yield task.batch(generator, settings.batch, step)
+
+
+def fixed(settings, task):
+    return itertools.repeat(next(drawn(settings, task)))
+
+
+def loaded(settings, task):
+    """The batches of a Boolean task from torch's DataLoader, as GOTU's code takes them."""
+    loader = DataLoader(TensorDataset(task.seen_tokens, task.seen_y), settings.batch, shuffle=True)
+    while True:
+        yield from loader
+
+
+def make_step(settings, task, model, loss, batches=fixed):
+    """A training step as train.py does it."""
+    optimiser = train.make_optimiser(model, settings)
+    batches = batches(settings, task)
     model.train()
 
     def step():
-        x, y = batch if fixed_batch else task.batch(generator, settings.batch, next(steps))
+        x, y = next(batches)
         with train.autocast(settings):
             found = loss(model, x, y)
         optimiser.zero_grad()
@@ -114,19 +150,20 @@ def make_step(settings, task, model, loss, fixed_batch=True):
     return step
 
 
-def costs(step):
-    """The three operations that take most of a step's time, with their share."""
+def costs(step, device):
+    """The three operations (on a GPU: kernels) that take most of a step, with their share."""
+    cuda = torch.device(device).type == 'cuda'
     with torch.profiler.profile() as profile:
         for _ in range(3):
             step()
-    taken = {e.key: e.self_cpu_time_total + e.self_device_time_total
-             for e in profile.key_averages()}
+    taken = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total
+             for e in profile.key_averages() if (e.device_type == DeviceType.CUDA) == cuda}
     top = sorted(taken, key=taken.get)[:-4:-1]
     total = sum(taken.values())
     return ', '.join(f'{key.removeprefix("aten::")} {taken[key] / total:.0%}' for key in top)
 
 
-class Peer(nn.TransformerEncoderLayer):
+class TorchBlock(nn.TransformerEncoderLayer):
     """torch's own layer in the place of a Block, with the same mask."""
 
     def __init__(self, block, D, H):
@@ -140,14 +177,59 @@ class Peer(nn.TransformerEncoderLayer):
         return super().forward(x, src_mask=bias)[:, rows]
 
 
+class FusedBlock(nn.Module):
+    """A block as nanoGPT writes it: one product for q, k and v, torch's fused attention, no M."""
+
+    def __init__(self, block, D, H):
+        super().__init__()
+        self.H = H
+        self.causal = block.attn.allowed is not None
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.proj = nn.Linear(D, D)
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x, rows=slice(None), qk_input=None):
+        q, k, v = (z.unflatten(-1, (self.H, -1)).transpose(1, 2)
+                   for z in self.qkv(self.norm1(x)).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        return (x + self.mlp(self.norm2(x)))[:, rows]
+
+
+def simple_vit(settings, task):
+    """(name with version, vit-pytorch's SimpleViT of the same size); None if not installed."""
+    try:
+        found = f'SimpleViT of vit-pytorch {version("vit-pytorch")}'
+        # The file alone: the package wants torchvision.
+        folder = Path(importlib.util.find_spec('vit_pytorch').origin).parent
+        spec = importlib.util.spec_from_file_location('simple_vit', folder / 'simple_vit.py')
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (AttributeError, ImportError, PackageNotFoundError):
+        return None
+    return found, module.SimpleViT(
+        image_size=32, patch_size=task.model['inputs'][1], num_classes=task.model['outputs'],
+        dim=settings.width, depth=settings.layers, heads=settings.heads,
+        mlp_dim=4 * settings.width, dim_head=settings.width // settings.heads).to(settings.device)
+
+
 def usual_loss(model, x, y):
     """A language model's loss as it is usually written: all logits, then torch's function."""
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
+def replaced(build, block):
+    """(settings, task, model) of a build with each of its blocks replaced, and its usual loss."""
+    settings, task, model = build
+    blocks = [block(before, settings.width, settings.heads) for before in model.blocks]
+    model.blocks = nn.ModuleList(blocks).to(settings.device)
+    return *build, usual_loss if isinstance(task, tasks.Language) else task.loss
+
+
 def bench_task(name, options, rates, seconds):
     """A row for each type: its rate, its share of the machine's, and over our step's time those
-    with data, without the mask and of torch's layers."""
+    with data, without the mask, of torch's layers, and of what people would pick instead."""
     for bf16 in (False, True):
         def build(*more):
             settings = train.parse(['--task', name, '--bf16', str(bf16), *options, *more])
@@ -155,38 +237,45 @@ def bench_task(name, options, rates, seconds):
 
         settings, task, model = build()
         ours = make_step(settings, task, model, task.loss)
-        with_data = make_step(settings, task, model, task.loss, fixed_batch=False)
-        default = build('--init', 'default')
+        with_data = make_step(settings, task, model, task.loss, drawn)
+        plain = ['--init', 'default']
         # torch's layer has no mask for each head that holds for all inputs.
-        shared = build('--per-head', 'false')
-        peer = build('--per-head', 'false')
-        peers = [Peer(block, settings.width, settings.heads) for block in peer[2].blocks]
-        peer[2].blocks = nn.ModuleList(peers).to(settings.device)
-        peer_loss = usual_loss if isinstance(task, tasks.Language) else task.loss
+        shared = ['--per-head', 'false']
+        boolean = isinstance(task, tasks.Boolean)
+        peer = 'fused blocks' + (', DataLoader' if boolean else '')
+        peer_step = make_step(*replaced(build(*plain), FusedBlock), loaded if boolean else drawn)
+        vit = simple_vit(settings, task) if isinstance(task, tasks.Images) else None
+        if vit:
+            peer, vit_model = vit
+            peer_step = make_step(settings, task, vit_model, task.loss, drawn)
         with FlopCounterMode(display=False) as counter:
             ours()
         (median, *quartiles), *others = timed(
-            seconds, settings.device, ours, with_data, make_step(*default, task.loss),
-            make_step(*shared, task.loss), make_step(*peer, peer_loss))
-        data, plain, mine, theirs = [time for time, *_ in others]
+            seconds, settings.device, ours, with_data, make_step(*build(*plain), task.loss),
+            make_step(*build(*shared), task.loss),
+            make_step(*replaced(build(*shared), TorchBlock)),
+            make_step(*build(*plain), task.loss, drawn), peer_step)
+        data, default, with_shared, of_torch, default_data, of_peer = [time for time, *_ in others]
         gflops = counter.get_total_flops() / median / 1e9
         tokens = settings.batch * math.prod(task.model['grid'])
-        yield dict(task=name, dtype='bf16' if bf16 else 'fp32',
+        yield dict(task=name, dtype='bf16' if bf16 else 'fp32', threads=torch.get_num_threads(),
                    parameters=sum(p.numel() for p in model.parameters()),
                    milliseconds=1e3 * median, quartiles=[1e3 * time for time in quartiles],
                    steps_per_second=1 / median, tokens_per_second=tokens / median,
                    gflops_per_second=gflops, share_of_product=gflops / rates[bf16],
-                   with_data=data / median, mask_over_default=median / plain,
-                   torch_layers_over_ours=theirs / mine, costs=costs(with_data))
+                   with_data=data / median, mask_over_default=median / default,
+                   torch_layers_over_ours=of_torch / with_shared, peer=peer,
+                   peer_over_default=of_peer / default_data,
+                   costs=costs(with_data, settings.device))
 
 
 # ----------------------------------------------------------------- the attention, and the seeds
 
-def attention_step(layer, call, shape, device, bf16):
+def attention_step(layer, call, shape, device, bf16, M_shape=None):
     """Forward and backward of a layer with an M of zeros."""
     B, N, D, _ = shape
     x = torch.randn(B, N, D, device=device)
-    layer.M = nn.Parameter(torch.zeros(N, N))
+    layer.M = nn.Parameter(torch.zeros(M_shape or (N, N)))
     layer.to(device)
 
     def step():
@@ -232,6 +321,18 @@ def bench_attention(device, seconds):
                        multihead_over_ours=theirs[0] / ours[0], fused_over_ours=fused[0] / ours[0])
 
 
+def bench_growth(device, seconds, D=192, H=3):
+    """A layer over more and more tokens, with an M [N, N], one for each head, and a tied one."""
+    for N in LENGTHS:
+        layers = [maskprior.Attention(D, H) for _ in range(3)]
+        layers[2].tied_mask = True
+        steps = [attention_step(layer, lambda layer, x: layer(x), (1, N, D, H), device, False, M)
+                 for layer, M in zip(layers, ((N, N), (H, N, N), (H, N)))]
+        yield dict(N=N, milliseconds=[1e3 * median for median, *_ in
+                                      timed(seconds, device, *steps)],
+                   megabytes_for_backward=[bytes_for_backward(step) / 1e6 for step in steps])
+
+
 def bench_seeds(device, seconds):
     """Gradients of several seeds of parity2 in one batched model (torch.func), over the time of as
     many single ones."""
@@ -259,20 +360,24 @@ def bench_seeds(device, seconds):
 
 def bench(args, argv):
     """All that is measured, as speed.json has it."""
-    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    rates = {bf16: product_rate(args.device, bf16, args.seconds) for bf16 in (False, True)}
-    rows = []
+    rows, product = [], {}
     with tempfile.TemporaryDirectory() as folder:
         made_up_data(Path(folder))
-        for name in args.tasks or TASKS:
-            data = ['--data-dir', folder] if name in tasks.DATA_PATHS else []
-            rows += bench_task(name, ['--device', args.device, *data], rates, args.seconds)
+        for threads in dict.fromkeys((1, args.threads)):
+            torch.set_num_threads(threads)
+            rates = {bf16: product_rate(args.device, bf16, args.seconds) for bf16 in (False, True)}
+            product[threads] = {'fp32': rates[False], 'bf16': rates[True]}
+            for name in args.tasks or TASKS:
+                options = ['--device', args.device]
+                if name in tasks.DATA_PATHS:
+                    options += ['--data-dir', folder]
+                rows += bench_task(name, options, rates, args.seconds)
     return dict(command=shlex.join(['python', 'results/bench.py', *argv]),
                 commit=train.git_commit(), torch=torch.__version__,
-                device=train.device_name(args.device), threads=args.threads,
-                product={'fp32': rates[False], 'bf16': rates[True]}, tasks=rows,
-                attention=list(bench_attention(args.device, args.seconds)),
+                device=train.device_name(args.device), threads=args.threads, product=product,
+                tasks=rows, attention=list(bench_attention(args.device, args.seconds)),
+                growth=list(bench_growth(args.device, args.seconds)),
                 seeds=list(bench_seeds(args.device, args.seconds)))
 
 
@@ -283,7 +388,8 @@ def main(argv=None):
                                      allow_abbrev=False)
     parser.add_argument('tasks', nargs='*', metavar='TASK', help=' '.join(TASKS))
     parser.add_argument('--write', action='store_true', help='record it in results/')
-    parser.add_argument('--threads', type=int, default=torch.get_num_threads())
+    parser.add_argument('--threads', type=int, default=torch.get_num_threads(),
+                        help='steps are timed with one and with these')
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--seconds', type=float, default=2., help='for each number')
     args = parser.parse_args(argv)

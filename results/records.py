@@ -41,7 +41,8 @@ FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs
                        'batch-64': True,
                        '2-layers': True, '3-layers': True, 'fresh': True, 'hole': False,
                        'ablation': False},
-           'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True, 'ablation': False},
+           'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
+                          'ablation': False},
            'images': {'': True, 'paper': True}, 'language': {'': True}}
 # What a result says that its record says elsewhere, or that is known from the task.
 SAID_ELSEWHERE = ('task', 'init', 'seed', 'step', 'steps', 'torch', 'device', 'target_fourier')

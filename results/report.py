@@ -489,24 +489,42 @@ def number(value):
 def speed(folder):
     """What bench.py measured."""
     found = read_json(folder / 'speed.json')
-    rates = [f'{rate:.0f} GFLOP/s in {dtype}' for dtype, rate in found['product'].items()]
-    yield (f'torch {found["torch"]}, {found["device"]}, {found["threads"]} threads; a product of '
-           f'2048 x 2048: {", ".join(rates)}\n')
-    yield from table(['task', '', 'ms a step', 'steps/s', 'tokens/s', 'GFLOP/s', 'of the product',
-                      'with data ×', 'mask / default', "torch's layers / ours", 'largest costs'],
-                     [[row['task'], row['dtype'], median(row, 1), f'{row["steps_per_second"]:.1f}',
+    rates = [f'{rates["fp32"]:.0f} and {rates["bf16"]:.0f} GFLOP/s with {threads} thread(s)'
+             for threads, rates in found['product'].items()]
+    yield (f'torch {found["torch"]}, {found["device"]}; a product of 2048 x 2048 in fp32 and bf16: '
+           f'{", ".join(rates)}\n')
+    yield from table(['task', '', 'threads', 'ms a step', 'tokens/s', 'GFLOP/s', 'of the product',
+                      'with data ×', 'mask / default', "torch's layers / ours", 'peer / default',
+                      'peer', 'largest costs'],
+                     [[row['task'], row['dtype'], str(row['threads']), median(row, 1),
                        f'{row["tokens_per_second"]:,.0f}', f'{row["gflops_per_second"]:.0f}',
                        f'{row["share_of_product"]:.0%}', f'{row["with_data"]:.2f}',
                        f'{row["mask_over_default"]:.2f}', f'{row["torch_layers_over_ours"]:.2f}',
-                       row['costs']] for row in found['tasks']])
+                       f'{row["peer_over_default"]:.2f}', row['peer'], row['costs']]
+                      for row in found['tasks']])
     yield from table(['attention B, N, D, H', '', 'ms', 'MB for backward',
                       'MultiheadAttention / ours', 'fused kernel / ours'],
                      [[', '.join(map(str, row['shape'])), row['dtype'], median(row, 2),
                        f'{row["megabytes_for_backward"]:.1f}', f'{row["multihead_over_ours"]:.2f}',
                        f'{row["fused_over_ours"]:.2f}'] for row in found['attention']])
+    yield from growth(found['growth'])
     yield from table(['seeds of parity2 in one batched model', 'time / that of single models'],
                      [[str(row['seeds']), f'{row["batched_over_single"]:.2f}']
                       for row in found['seeds']])
+
+
+def growth(rows):
+    """What M takes (with its gradient and AdamW's two moments, 16 bytes an entry), and a layer."""
+    measured = {row['N']: row for row in rows}
+    lines = []
+    for N in [*measured, 16_384, 131_072]:
+        sizes = [f'{16e-6 * entries:,.3g}' for entries in (N * N, 3 * N * N, 3 * N)]
+        row = measured.get(N)
+        times = [f'{n:,.3g}' for n in row['milliseconds']] if row else [''] * 3
+        saved = f'{row["megabytes_for_backward"][0]:,.3g}' if row else ''
+        lines.append([f'{N:,}', *sizes, *times, saved])
+    yield from table(['N', 'M [N, N]: MB', '[3, N, N]: MB', 'tied [3, N]: MB', '[N, N]: ms',
+                      '[3, N, N]: ms', 'tied: ms', 'saved for backward, MB'], lines)
 
 
 def median(row, digits):

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import tasks
 import bench
+import maskprior
 import records
 import report
 import train
@@ -271,11 +273,37 @@ def test_bench_measures_what_training_does():
     for row in bench.bench_task('parity2', options, {False: 1e3, True: 1e3}, 0):
         assert 1e6 * row['gflops_per_second'] * row['milliseconds'] == pytest.approx(flops)
         assert row['mask_over_default'] > 0 < row['torch_layers_over_ours'] and row['costs']
+        assert row['peer'] == 'fused blocks, DataLoader' and row['peer_over_default'] > 0
+
+
+def test_the_peers_of_the_bench_compute_what_ours_do():
+    """Fused blocks with our weights give our output; so the times compare like with like."""
+    torch.manual_seed(0)
+    for causal in (False, True):
+        model = maskprior.Transformer(5, (7,), 3, 16, 2, pool=None, causal=causal)
+        block, x = model.blocks[0], torch.randn(2, 7, 16)
+        peer = bench.FusedBlock(block, 16, 2)
+        for name in ('norm1', 'norm2', 'mlp'):
+            setattr(peer, name, getattr(block, name))
+        peer.proj = block.attn.proj
+        peer.qkv.weight.data = torch.cat([getattr(block.attn, w).weight for w in 'qkv'])
+        assert torch.allclose(peer(x), block(x), atol=1e-6)
+
+
+def test_growth_is_counted_by_its_entries(monkeypatch):
+    monkeypatch.setattr(bench, 'LENGTHS', (8,))
+    rows = list(bench.bench_growth('cpu', 0, D=4, H=2))
+    assert [row['N'] for row in rows] == [8] and len(rows[0]['milliseconds']) == 3
+    lines = list(report.growth(rows))
+    # 16 bytes an entry: [8, 8], three of these, [3, 8]; and 131,072^2 of them.
+    assert lines[2].startswith('| 8 | 0.00102 | 0.00307 | 0.000384 | ')
+    assert lines[4].startswith('| 131,072 | 2.75e+05 | 8.25e+05 | 6.29 | ')
 
 
 def test_bench_leaves_what_is_recorded_unless_told_to(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = dict(torch='2', device='cpu', threads=1, product={}, tasks=[], attention=[], seeds=[])
+    found = dict(torch='2', device='cpu', threads=1, product={}, tasks=[], attention=[],
+                 growth=[], seeds=[])
     monkeypatch.setattr(bench, 'bench', lambda *_: found)
     recorded = (HERE / 'speed.json').read_bytes()
     bench.main([])
