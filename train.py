@@ -172,7 +172,7 @@ LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_he
 # One for a task, the same for all of its arms; how they were found: results/.
 RECIPES = {
     'parity2': dict(batch=128, clip=1., steps=400, eval_every=100, eval_early=10),
-    'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=4., batch=256, steps=300,
+    'maj3': dict(layers=3, pos_std=1.3, init_std=0.05, strength=6., batch=256, steps=300,
                  eval_every=100, eval_early=10),
     'cyclic3': dict(layers=4, pos_std=1., strength=6., batch=256, lr=5e-4, steps=3500,
                     eval_every=500, eval_early=25),

@@ -38,9 +38,8 @@ LOG = {'boolean': ('accuracy_unseen', 'prior_tv'), 'arithmetic': ('prior_tv',),
 # The folders of a section, and whether a run's name in there says TASK-ARM (arithmetic:
 # TASK-FRAC-ARM), as the table that shows them needs it.
 FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs': True,
-                       'batch-64': True,
-                       '2-layers': True, '3-layers': True, 'fresh': True, 'hole': False,
-                       'ablation': False},
+                       'strength-4': True, 'batch-64': True, 'fresh': True, '2-layers': True,
+                       '3-layers': True, 'hole': False, 'ablation': False},
            'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
                           'ablation': False},
            'images': {'': True, 'paper': True}, 'language': {'': True}}

@@ -248,6 +248,7 @@ def boolean(folder):
 BOOLEAN_TABLES = {
     'measured': 'The structure measured on the training set; elsewhere it is the known one',
     'knobs': 'Strength and level, seed 100',
+    'strength-4': 'maj3 with a strength of 4 in the place of 6: an earlier setting',
     'batch-64': 'Batches of 64 and no clipping: an earlier setting, with spikes of the loss',
     'fresh': 'The mask in that setting, on five seeds that it was not chosen by',
     '2-layers': 'cyclic3 with 2 layers, pos_std 0.5, batches of 64 and 1,000 steps',
