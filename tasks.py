@@ -239,11 +239,12 @@ def measured_structure(y, seen):
     their mixed difference is 0 wherever it is seen; what cannot be measured stays open. (Ours.)
     """
     n = len(y).bit_length() - 1
-    influence = torch.tensor([mixed_difference(y, seen, i) is not False for i in range(n)])
-    needed = torch.eye(n, dtype=torch.bool)
-    for i, j in combinations(range(n), 2):
+    needed = torch.zeros(n, n, dtype=torch.bool)
+    influential = [i for i in range(n) if mixed_difference(y, seen, i) is not False]
+    needed[influential, influential] = True
+    for i, j in combinations(influential, 2):
         needed[i, j] = needed[j, i] = mixed_difference(y, seen, i, j) is not False
-    return needed & influence & influence[:, None]
+    return needed
 
 
 class Boolean(Task):

@@ -18,6 +18,7 @@ from statistics import mean, stdev
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import tasks
+import torch
 import train
 from tasks import BOOLEAN_TARGETS, PAPER, UsageError
 from train import RunError
@@ -237,6 +238,7 @@ def boolean(folder):
                                     for weight in ('M', 'W_Q', 'W_K')), course(runs)]
                       for task, arm, runs in by_task])
     yield from interventions('boolean', 'accuracy_unseen', folder)
+    yield from found_structure()
     for prefix, title in BOOLEAN_TABLES.items():
         found = rows('boolean', prefix, folder)
         if found:
@@ -291,6 +293,37 @@ def interventions(section, metric, folder):
         outcome = 'unseen %' if section == 'boolean' else EXACT[0]
         yield from table(['task', 'arm', 'held still', 'prior_tv', outcome, 'each seed', 'fitted',
                           'steps'], lines)
+
+
+# Of the seen inputs, the share that is known, and how many of their labels are negated.
+KNOWN = {'all': (1, 0), 'a half': (0.5, 0), 'a fifth': (0.2, 0), 'a tenth': (0.1, 0),
+         'a twentieth': (0.05, 0), 'all, one label wrong': (1, 1), 'all, 1 % wrong': (1, 250)}
+
+
+def found_structure():
+    """Where `--structure measured` breaks: pairs of bits that it opens, with less or worse data."""
+    lines = []
+    x = tasks.cube(tasks.BITS)
+    for task in ('parity2', 'maj3', 'cyclic3'):
+        target, _, hole = BOOLEAN_TARGETS[task]
+        y, seen = target(x), ~tasks.in_hole(x, hole)
+        upper = torch.ones(tasks.BITS, tasks.BITS, dtype=torch.bool).triu(1)
+        right = tasks.measured_structure(y, torch.ones_like(seen)) & upper
+        cells = []
+        for share, wrong in KNOWN.values():
+            generator = torch.Generator().manual_seed(0)
+            known = seen & (torch.rand(len(y), generator=generator) < share)
+            order = torch.randperm(len(y), generator=generator)
+            negated = order[known[order]][:wrong]
+            labels = y.clone()
+            labels[negated] *= -1
+            opened = tasks.measured_structure(labels, known) & upper
+            cells.append(f'{(opened & right).sum()} of {right.sum()}, '
+                         f'{(opened & ~right).sum()} of {(upper & ~right).sum()}')
+        lines.append([task, *cells])
+    yield ('**Where `--structure measured` breaks**: pairs that interact, and others, that it leaves '
+           'open, by what is known of the seen inputs\n')
+    yield from table(['task', *KNOWN], lines)
 
 
 def boolean_outcome(runs):
