@@ -22,6 +22,8 @@ from itertools import combinations
 from pathlib import Path
 from unittest.mock import Mock
 
+# One thread, here and in what is started from here: on a busy machine several wait for each other.
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 import pytest
 import torch
 import torch.nn.functional as F

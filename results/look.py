@@ -56,6 +56,9 @@ def new_figure(height):
         from matplotlib.figure import Figure
     except ImportError:
         raise RunError('a picture needs matplotlib: pip install matplotlib') from None
+    except ValueError as error:
+        # MPLBACKEND, or a matplotlibrc.
+        raise RunError(f'matplotlib does not start: {error}') from None
     matplotlib.rcParams.update(STYLE)
     return Figure(figsize=(8, height), layout='constrained')
 

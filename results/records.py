@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -99,6 +100,8 @@ def parse_json(text, where):
         raise RunError(f'{where} is damaged or cut off ({error}): nothing is changed') from None
 
 
+# A page reads its section once for each of its tables.
+@lru_cache(maxsize=None)
 def parse_record(line, section, where):
     """A line of SECTION.jsonl -> Record; RunError, which says where, for any other text."""
     content = parse_json(line, where)

@@ -1,11 +1,14 @@
 """pytest -q: the recorded runs, the tables made from them, and what records and measures."""
 import json
+import os
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+# One thread, here and in what is started from here: on a busy machine several wait for each other.
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 import pytest
 import torch
 
