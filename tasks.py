@@ -363,7 +363,7 @@ class Boolean(Task):
     def evaluate(self, model, quick=False):
         if quick:
             return self.evaluate_quick(model)
-        return self.measure(torch.cat([model(t)[:, 0].float() for t in self.tokens.split(4096)]))
+        return self.measure(torch.cat([model(t)[:, 0].float() for t in self.tokens.split(1024)]))
 
     def evaluate_quick(self, model):
         """From the inputs of quick_inputs(); seen and unseen weighted as on the whole cube."""
