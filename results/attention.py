@@ -4,9 +4,9 @@
 
 Recorded is what figures.py draws: maps from before and after training and, of parity2, at the steps
 of SNAPSHOTS, for which its first steps are trained again. The runs, made by run_all.sh:
-runs/boolean/{parity2,cyclic3}-{default,qk-svd,qk-opt,mask}-s0, images/cifar10-{mask,impulse}-s0,
-language/wikitext2-mask-s0. Those of add3 are short: train.py --task add3 --frac 0.001 --steps 400
---eval-every 400 --init INIT, for default, qk-svd and mask.
+runs/boolean/parity2-{default,qk-svd,qk-opt,mask}-s0, interventions/cyclic3-{qk-svd,qk-opt,mask}-s0,
+images/cifar10-{mask,impulse}-s0, language/wikitext2-mask-s0. Those of add3 are short: train.py
+--task add3 --frac 0.001 --steps 400 --eval-every 400 --init INIT, for default, qk-svd and mask.
 """
 import argparse
 import json

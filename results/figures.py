@@ -170,7 +170,9 @@ def cyclic3(folder):
     draw_map(axes[0, 0], next(iter(maps.values()))['target'], 1 / 3, aspect='equal')
     axes[0, 0].set(title='target: the prior', ylabel='bit that looks', xlabel='bit that is seen')
     axes[1, 0].axis('off')
-    figure.suptitle('cyclic3, seed 0: mean over layers, heads and inputs', fontsize=9)
+    steps = next(iter(maps.values()))['step'][-1]
+    figure.suptitle(f'cyclic3, seed 0, {steps:,} steps: mean over layers, heads and inputs',
+                    fontsize=9)
     figure.colorbar(image, ax=axes[1, 0], location='left', label='attention', aspect=12,
                     ticks=(0, 1 / 3), format='%.2f')
     return figure

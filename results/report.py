@@ -192,16 +192,22 @@ def findings(folder):
         return [f'{task}-{arm}{kind}' for task in known for arm in ('qk-svd', 'qk-opt')]
 
     def ends(row_of, labels):
-        return f'{tv_range(row_of, labels)}, right in {right_runs(row_of, labels)} runs'
+        return f'{tv_range(row_of, labels)}, {right_runs(row_of, labels)} right'
     masks = [f'{task}-mask' for task in known]
     yield (f'- **In M the prior stays, in W_Q and W_K it goes.** On {", ".join(known)} '
            f'prior_tv ends at {ends(plain, masks)}, for the mask, and at '
            f'{ends(plain, of(""))}, for the QK arms '
-           '(right: on 99.9 % of the unseen inputs or more).')
-    yield ('- **What loses it is the change of what q and k read.** With W_Q and W_K frozen it '
-           f'goes all the same ({ends(held, of("-freeze-qk"))}). With the inputs held at the '
-           f'untrained model\'s it stays in most runs ({ends(held, of("-hold-inputs"))}). M reads '
-           'no inputs.')
+           '(right: runs with 99.9 % of the unseen inputs or more).')
+    with_held = [task for task in known if f'{task}-qk-svd-freeze-qk' in held]
+
+    def by_task(kind):
+        labels = {task: [f'{task}-{arm}-{kind}' for arm in ('qk-svd', 'qk-opt')]
+                  for task in with_held}
+        return '; '.join(f'{task} {ends(held, labels[task])}' for task in with_held)
+    yield ('- **Two things lose it: the change of what q and k read, and W_Q and W_K.** With W_Q '
+           f'and W_K frozen: {by_task("freeze-qk")}. With the inputs of q and k held at the '
+           f'untrained model\'s: {by_task("hold-inputs")}. So it is the inputs on parity2, and on '
+           'cyclic3 the weights. M reads no inputs.')
     share = {arm: 100 * needed(curves(sums)['add3'][arm], 0.9)[1] for arm in ('mask', 'default')}
     yield (f'- **What that is worth.** 90 % exact match in addition takes {share["mask"]:.2g} % of '
            f'the pairs with the mask and {share["default"]:.2g} % without. The QK arms lie '
@@ -321,8 +327,8 @@ def found_structure():
             cells.append(f'{(opened & right).sum()} of {right.sum()}, '
                          f'{(opened & ~right).sum()} of {(upper & ~right).sum()}')
         lines.append([task, *cells])
-    yield ('**Where `--structure measured` breaks**: pairs that interact, and others, that it leaves '
-           'open, by what is known of the seen inputs\n')
+    yield ('**Where `--structure measured` breaks**: pairs that interact, and others, that it '
+           'leaves open, by what is known of the seen inputs\n')
     yield from table(['task', *KNOWN], lines)
 
 
