@@ -2228,6 +2228,7 @@ def test_priors_are_written_on_the_cpu_and_the_model_is_moved_then(monkeypatch):
     assert len(seen) > 10 and all(tensor.device.type == 'cpu' for tensor in seen)
     assert all(tensor.is_meta for tensor in [*model.parameters(), target])
 PRETEND = HERE.parent / 'shared' / 'tools' / 'pretend.py'
+TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
 # Evaluated at step 2, and resumed from there.
@@ -2279,6 +2280,7 @@ def train_on_the_pretended_device(folder):
 
 
 @pytest.mark.skipif(not PRETEND.exists(), reason=f'{PRETEND} is not there: no device to try')
+@pytest.mark.skipif(TORCH < (2, 13), reason='the pretended device needs torch 2.13')
 def test_every_family_and_arm_trains_and_resumes_on_a_device_without_float64(tmp_path):
     """CASES.md 49 and 50: every checkpoint loads here, and a training step waits once at most."""
     code = f'import {Path(__file__).stem} as t, sys; t.train_on_the_pretended_device(sys.argv[1])'

@@ -37,8 +37,10 @@ def folder(tmp_path_factory):
             lines += [line(section, f'{name}-s{seed}', settings, LOG) for seed in (0, 1)]
         record(folder, section, *lines)
     maps, square = json.loads((HERE / 'attention.json').read_text()), torch.eye(15).tolist()
+    maps = {name: entry for name, entry in maps.items() if entry['task'] != 'cyclic3'}
     for arm in ('default', 'mask'):
-        maps[arm] = dict(task='cyclic3', init=arm, attention=[square, square], target=square)
+        maps[arm] = dict(task='cyclic3', init=arm, step=[0, 1000], attention=[square, square],
+                         target=square)
     maps['M'] = dict(task='wikitext2', init='mask', bias=torch.zeros(2, 2, 4, 8).tolist())
     (folder / 'attention.json').write_text(json.dumps(maps))
     return folder
@@ -54,7 +56,8 @@ EXPECTED = {
     'claim': (22, {'qk-svd', 'mask', 'step 20', 'target: the prior', 'layer 2', '50 mask'}),
     'interventions': (2, {'mask: as it is', 'learning rate of M × 10', 'parity2\nprior_tv'}),
     'boolean': (6, {'parity2', 'maj3', 'cyclic3', '50', '0.50', 'each seed', 'mask'}),
-    'cyclic3': (7, {'target: the prior', 'default, before', 'mask, after'}),
+    'cyclic3': (7, {'target: the prior', 'default, before', 'mask, after',
+                    'cyclic3, seed 0, 1,000 steps: mean over layers, heads and inputs'}),
     'arithmetic': (1, {'add3', '0.1', '0.2', 'training pairs, % of all'}),
     'arithmetic_masks': (17, {'the prior', 'mask\nafter', 'head 4', '+', '=', 'writes 0'}),
     'images': (2, {'cifar10, 100 training images', '30.0 mask, V of mimetic', 'epoch'}),
