@@ -310,19 +310,23 @@ def language(folder):
 
 
 def language_masks(folder):
-    """The bias of M by distance, before and after: a panel a head, a line a layer."""
+    """The bias of M by distance, and its change: a panel a head, a line a layer."""
     before, after = maps_of('wikitext2', folder)['mask']['bias']
-    figure = new_figure(2.6)
-    axes = figure.subplots(1, len(after[0]), sharey=True)
-    for head, axis in enumerate(axes):
+    figure = new_figure(4)
+    axes = figure.subplots(2, len(after[0]), sharex=True, sharey='row')
+    for head, (bias, change) in enumerate(axes.T):
+        # M starts the same in every layer.
+        start = before[0][head]
         for layer, heads in enumerate(after):
-            axis.plot(heads[head], color=COLOURS['mask'], alpha=(layer + 1) / len(after),
-                      label=f'after, layer {layer + 1}')
-        axis.plot(before[0][head], '--', linewidth=1, color='black',
-                  label='before, all layers (on top)')
-        axis.set(title=f'head {head + 1}', xlabel='distance, words')
-    axes[0].set_ylabel('bias log sigmoid(M)')
-    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=5)
+            style = dict(color=COLOURS['mask'], alpha=(layer + 1) / len(after))
+            bias.plot(heads[head], label=f'after, layer {layer + 1}', **style)
+            change.plot([b - a for a, b in zip(start, heads[head])], **style)
+        bias.plot(start, '--', linewidth=1, color='black', label='before, all layers (on top)')
+        bias.set_title(f'head {head + 1}')
+        change.set_xlabel('distance, words')
+    axes[0, 0].set_ylabel('bias log sigmoid(M)')
+    axes[1, 0].set_ylabel('its change')
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside upper center', ncols=5)
     return figure
 
 
