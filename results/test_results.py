@@ -129,7 +129,7 @@ def test_tables_of_each_section_by_hand(tmp_path):
                 dict(step=[0, 2, 4], prior_tv=[0.] * 3, perplexity=[30., 20., 10.])))
     tables = report.sections(tmp_path)
     for section, text in (
-            ('headline', '|  |  | 60.00 ± 14.14 (1/2 not fitted) | 2 | 75, 100 |'),
+            ('headline', '|  |  | 60.00 ± 14.14 (1/2 not fitted) | –, –, –, 0.25 | 2 | 75, 100 |'),
             ('boolean', '| 1.00 ± 0.00 | 1/2 | 0.125 → 0.250 | 4 × 2 | 87.5%, 2'
              ' | 100, loss 0.0029 |'),
             ('boolean', '| step 0: 0.10, 100% → step 4: 0.20, 0% |'),
@@ -142,6 +142,19 @@ def test_tables_of_each_section_by_hand(tmp_path):
     # Beyond what was measured.
     by_frac = {0.1: records.rows('arithmetic', folder=tmp_path)['add3-0.01-default']}
     assert report.needed(by_frac, 0.95) == ('>', 0.1)
+
+
+def test_interventions_are_means_over_the_seeds_that_all_kinds_have(tmp_path):
+    record(tmp_path, 'boolean', *(
+        line('boolean', f'{name}-s{seed}', {'init': arm, 'freeze_qk': 'freeze' in name},
+             accuracy_unseen=unseen)
+        for arm, name, seed, unseen in (
+            ('qk-opt', 'interventions/parity2-qk-opt-freeze-qk', 0, 0.25),
+            ('qk-svd', 'interventions/parity2-qk-svd-freeze-qk', 0, 0.75),
+            ('qk-opt', 'parity2-qk-opt', 0, 0.5), ('qk-svd', 'parity2-qk-svd', 0, 0.5),
+            ('qk-svd', 'parity2-qk-svd', 1, 1.))))
+    assert report.mean_unseen('', ['parity2'], tmp_path) == '50 %'
+    assert report.mean_unseen('freeze-qk', ['parity2', 'parity2'], tmp_path) == '50 and 50 %'
 
 
 def test_tables_go_to_their_places_and_to_all_or_none(tmp_path, monkeypatch, capsys):
