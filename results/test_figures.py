@@ -63,7 +63,8 @@ EXPECTED = {
     'images': (2, {'cifar10, 100 training images', '30.0 mask, V of mimetic', 'epoch'}),
     'images_priors': (14, {'mask:\nsigmoid(M)', 'mask:\nattention', 'after, head 3'}),
     'language': (1, {'20.0 mask', '20.0 alibi, no positions', 'validation perplexity'}),
-    'language_masks': (8, {'head 4', 'after, layer 2', 'before, all layers (on top)', 'its change'}),
+    'language_masks': (8, {'head 4', 'after, layer 2', 'before, all layers (on top)',
+                           'its change'}),
     'theory_scaling': (4, {'k, W_K', 'm', 'q, W_Q'}),
     'theory_training': (8, {'SGD', 'Adam', 'qk-svd', 'W_Q and W_K', 'norm of the gradient'})}
 
