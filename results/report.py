@@ -210,8 +210,8 @@ def findings(folder):
            'computed from.** With both held still every run of the QK arms is right. Unseen '
            f'accuracy on {names}: {unseen("")} with neither held, {unseen("freeze-qk")} with W_Q '
            f'and W_K frozen, {unseen("hold-inputs")} with the activations held, {unseen("both")} '
-           'with both. So the activations decide on parity2, the weights on cyclic3, and on maj3 '
-           'both. M is neither.')
+           'with both. So on parity2 the activations decide; elsewhere neither alone keeps the '
+           'prior on every run (cyclic3: not all of its seeds are in). M is neither.')
     share = {arm: 100 * needed(curves(sums)['add3'][arm], 0.9)[1] for arm in ('mask', 'default')}
     yield (f'- **What a prior is worth.** 90 % exact match in addition takes {share["mask"]:.2g} % '
            f'of the pairs with the mask and {share["default"]:.2g} % without (interpolated: '
