@@ -222,7 +222,8 @@ def make_parser(task):
                       help=field.metadata['help'].replace('%', '%%') + value)
         if type is bool:
             kwargs |= dict(type=true_or_false, nargs='?', const=True, metavar='true|false')
-        if not applies_to(field, task):
+        in_epochs = field.name == 'steps' and 'epochs' in RECIPES.get(task, {})
+        if in_epochs or not applies_to(field, task):
             kwargs['help'] = argparse.SUPPRESS
         group.add_argument(option(field.name), **kwargs)
     return parser

@@ -19,7 +19,7 @@ from train import RunError
 
 from look import (COLOURS, VARIANTS, draw_dots, draw_map, end_values, legend, line_of, look,
                   new_figure, panel, save)
-from records import by_arm, parse_json, records, rows, values
+from records import by_arm, intervened, parse_json, records, rows, values
 
 PRIOR_TV = 'prior_tv (0: the prior holds)'
 BOOLEAN = ('parity2', 'maj3', 'cyclic3')
@@ -106,11 +106,9 @@ KINDS = {'qk-svd': QK_KINDS, 'qk-opt': QK_KINDS,
 
 def interventions(folder):
     """prior_tv and unseen accuracy at the end, with parts of the model held still."""
-    found = rows('boolean', 'interventions', folder)
-    tasks = [task for task in BOOLEAN if any(label.startswith(task) for label in found)]
+    found = {(task, arm, kind): runs for task, arm, kind, runs in intervened('boolean', folder)}
+    tasks = [task for task in BOOLEAN if any(task == name for name, _, _ in found)]
     needed(tasks, 'boolean.jsonl')
-    # cyclic3 has plain runs of its own there, as short as the others.
-    found = rows('boolean', folder=folder) | found
     lines = [(arm, kind) for arm, kinds in KINDS.items() for kind in kinds]
     # A gap before each arm.
     heights = [-i - 0.6 * list(KINDS).index(arm) for i, (arm, _) in enumerate(lines)]
@@ -121,7 +119,7 @@ def interventions(folder):
         metric, words, scale = (('prior_tv_final', 'prior_tv', 1) if i < len(tasks) else
                                 ('accuracy_unseen', 'unseen, %', 100))
         for y, (arm, kind) in zip(heights, lines):
-            runs = found.get('-'.join(filter(None, (task, arm, kind))), [])
+            runs = found.get((task, arm, kind), [])
             draw_dots(axis, y, values(runs, metric, scale), COLOURS[arm])
         axis.set(xlim=(-0.06 * scale, 1.06 * scale), xticks=(0, scale), title=f'{task}\n{words}')
         axis.grid(axis='x', linewidth=0.5)

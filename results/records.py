@@ -9,6 +9,7 @@ says what is in a line.
 """
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -54,8 +55,8 @@ RESULT_DIGITS = 10
 FORMER_SECTIONS = {'vision': 'images'}
 
 
-class NoSection(RunError):
-    """A run of a task that no section is for."""
+class NoRow(RunError):
+    """A run that is in no table: its task is in no section, or its name has no seed."""
 
 
 # ------------------------------------------------------------------------- the recorded runs
@@ -134,7 +135,7 @@ def section_of(task):
     for section, family in SECTIONS.items():
         if issubclass(tasks.TASKS[task], family):
             return section
-    raise NoSection(f'{task} is of none of the sections {", ".join(SECTIONS)}')
+    raise NoRow(f'{task} is of none of the sections {", ".join(SECTIONS)}')
 
 
 def read_lines(section, folder):
@@ -184,6 +185,31 @@ def by_arm(rows):
         task, arm, _ = row
         return place(task, list(BOOLEAN_TARGETS)), task, place(arm, ARMS), arm
     return sorted([(*label.split('-', 1), runs) for label, runs in rows.items()], key=order)
+
+
+# What is held still while the rest learns.
+INTERVENTIONS = {
+    '': 'nothing', 'freeze-qk': 'W_Q and W_K frozen', 'hold-inputs': 'inputs of q and k held',
+    'both': 'both', 'freeze-mask': 'M frozen', 'mask-lr-10': 'nothing, M learns 10 times as fast',
+}
+# The tasks that they are made on, as a row's name begins.
+INTERVENED = {'boolean': tuple(BOOLEAN_TARGETS), 'arithmetic': ('add3-0.0005',)}
+
+
+def intervened(section, folder):
+    """Yields (task, arm, kind, runs) of the interventions, each arm's plain runs first."""
+    found = rows(section, 'interventions', folder)
+    # cyclic3 has plain runs of its own there, as short as the others.
+    row_of = rows(section, folder=folder) | found
+    for task in INTERVENED[section]:
+        for arm in ARMS:
+            seeds = {run.seed for label, runs in found.items() for run in runs
+                     if label.startswith(f'{task}-{arm}-')}
+            for kind in INTERVENTIONS:
+                runs = row_of.get(f'{task}-{arm}-{kind}' if kind else f'{task}-{arm}', [])
+                runs = [run for run in runs if run.seed in seeds]
+                if runs:
+                    yield task, arm, kind, runs
 
 
 def place(item, order):
@@ -314,6 +340,8 @@ def name_of_run(run, given, section):
     parts = [FORMER_SECTIONS.get(part, part) for part in parts]
     if section in parts:
         parts = parts[len(parts) - parts[::-1].index(section):]
+    if not re.search(r'-s\d+$', parts[-1]):
+        raise NoRow(f'the name {parts[-1]} does not end with a seed, such as -s0')
     return '/'.join(parts)
 
 

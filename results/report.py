@@ -23,9 +23,9 @@ import train
 from tasks import BOOLEAN_TARGETS, PAPER, UsageError
 from train import RunError
 
-from records import (ARMS, SECTIONS, NoSection, all_arguments, by_arm, by_row, changed,
-                     check_rows, collect, find_runs, parse_json, place, read_run, records, rows,
-                     section_of, values)
+from records import (ARMS, INTERVENTIONS, SECTIONS, NoRow, all_arguments, by_arm, by_row,
+                     changed, check_rows, collect, find_runs, intervened, parse_json, place,
+                     read_run, records, rows, section_of, values)
 
 # The columns of the headline.
 COLUMNS = ('default', 'qk-svd', 'qk-opt', 'mask')
@@ -123,17 +123,18 @@ def headline(folder):
         seeds = dict.fromkeys(f(map(len, recorded)) for f in (min, max))
         ends = [f'{mean(values(runs, "prior_tv_final")):.2f}' if runs else '–'
                 for runs in arms.values()]
-        paper = [of_paper(f'{label}-{arm}', section) for arm in ('default', 'mask')]
+        paper = [of_paper(f'{label}-{arm}', section) or '–' for arm in ('default', 'mask')]
         lines.append([title, *(headline_cell(runs, section) for runs in arms.values()),
-                      ', '.join(ends), '–'.join(map(str, seeds)),
-                      ', '.join(value or '–' for value in paper) if any(paper) else ''])
-    yield from table(['', *COLUMNS, 'prior_tv at the end, in this order', 'seeds',
+                      ', '.join(ends), '–'.join(map(str, seeds)), ', '.join(paper)])
+    yield from table(['', *COLUMNS, f'prior_tv at the end: {", ".join(COLUMNS)}', 'seeds',
                       'paper: default, mask'], lines)
 
 
 def headline_cell(runs, section):
     # No image is seen twice alike, so there "fitted" means nothing.
     unfitted = values(runs, 'fitted').count(False) if section != 'images' else 0
+    if not runs:
+        return '–'
     return measured(runs, section) + (f' ({unfitted}/{len(runs)} not fitted)' if unfitted else '')
 
 
@@ -175,64 +176,105 @@ def right_runs(row_of, labels):
     return f'{sum(value >= 0.999 for value in found)} of {len(found)}'
 
 
-def mean_unseen(kind, tasks, folder):
-    """'40, 0 and 20 %': a task's unseen accuracy, mean over the runs of both QK arms."""
-    means = []
-    for task in tasks:
-        found = [run for name, arm, of_kind, runs in intervened('boolean', folder) for run in runs
-                 if (name, of_kind) == (task, kind) and arm.startswith('qk')]
-        means.append(f'{mean(values(found, "accuracy_unseen", 100)):.0f}')
-    return ' and '.join(filter(None, (', '.join(means[:-1]), means[-1]))) + ' %'
-
-
 def findings(folder):
     """The README's bullets, with the numbers that are recorded."""
     plain = rows('boolean', folder=folder)
-    sums = rows('arithmetic', folder=folder)
-    images = rows('images', folder=folder)
-    kinds = [(task, kind) for task, arm, kind, _ in intervened('boolean', folder) if 'qk' in arm]
+    fixed = {task: {} for task, *_ in intervened('boolean', folder)}
+    for task, arm, kind, runs in intervened('boolean', folder):
+        fixed[task][arm, kind] = runs
     known = [task for task in ('parity2', 'maj3', 'cyclic3')
-             if {(task, kind) for kind in ('', 'freeze-qk', 'hold-inputs', 'both')} <= {*kinds}]
-    if not (known and sums and images):
-        return
-    masks, defaults = ([f'{task}-{arm}' for task in known] for arm in ('mask', 'default'))
-    qk = [f'{task}-{arm}' for task in known for arm in ('qk-svd', 'qk-opt')]
-    names = ', '.join(known)
-    yield (f'- **In M the prior stays, in W_Q and W_K it goes.** On {names} prior_tv ends at '
-           f'{tv_range(plain, masks)} with the mask, at {tv_range(plain, qk)} with the QK arms, at '
-           f'{tv_range(plain, defaults)} without a prior. At least 99.9 % of the unseen inputs are '
-           f'right in {right_runs(plain, masks)} runs with the mask, in {right_runs(plain, qk)} '
-           'with the QK arms.')
+             if {(arm, kind) for arm in QK for kind in FIXED} <= fixed.get(task, {}).keys()]
+    if known:
+        yield from persistence(plain, known)
+        yield from two_causes({task: fixed[task] for task in known})
+    yield from worth(rows('arithmetic', folder=folder))
+    yield from symmetry(plain, rows('boolean', 'hole', folder))
+    yield from differences(rows('arithmetic', folder=folder), rows('images', folder=folder))
 
-    def unseen(kind):
-        return mean_unseen(kind, known, folder)
-    yield ('- **Two changes erode it: of W_Q and W_K, and of the activations that q and k are '
-           'computed from.** With both held still every run of the QK arms is right. Unseen '
-           f'accuracy on {names}: {unseen("")} with neither held, {unseen("freeze-qk")} with W_Q '
-           f'and W_K frozen, {unseen("hold-inputs")} with the activations held, {unseen("both")} '
-           'with both. So on parity2 the activations decide; elsewhere neither alone keeps the '
-           'prior on every run (cyclic3: not all of its seeds are in). M is neither.')
-    share = {arm: 100 * needed(curves(sums)['add3'][arm], 0.9)[1] for arm in ('mask', 'default')}
-    yield (f'- **What a prior is worth.** 90 % exact match in addition takes {share["mask"]:.2g} % '
-           f'of the pairs with the mask and {share["default"]:.2g} % without (interpolated: '
-           '[arithmetic](results/arithmetic.md)). The QK arms lie between; at 0.4 % all are equal.')
-    hole = rows('boolean', 'hole', folder)
+
+QK = ('qk-svd', 'qk-opt')
+# The interventions that tell the two causes apart.
+FIXED = {'': 'neither', 'freeze-qk': 'W_Q and W_K', 'hold-inputs': 'inputs of q and k',
+         'both': 'both'}
+
+
+def persistence(plain, known):
+    def labels(*arms):
+        return [f'{task}-{arm}' for task in known for arm in arms]
+    yield (f'- **In M the prior stays; in W_Q and W_K most of it is lost.** On {", ".join(known)} '
+           f'prior_tv ends at {tv_range(plain, labels("mask"))} with the mask, at '
+           f'{tv_range(plain, labels(*QK))} with the QK arms, at '
+           f'{tv_range(plain, labels("default"))} without a prior. At least 99.9 % of the unseen '
+           f'inputs are right in {right_runs(plain, labels("mask"))} runs with the mask, in '
+           f'{right_runs(plain, labels(*QK))} with the QK arms.')
+
+
+def two_causes(fixed):
+    yield ('- **A prior in W_Q and W_K is lost in two ways: these weights change, and so do the '
+           'inputs of q and k.** Either can be kept as it was before training. Accuracy on unseen '
+           f'inputs, % ({", ".join(fixed)}; means over the same seeds):\n')
+    lines = []
+    for kind, words in FIXED.items():
+        lines.append([words, *(', '.join(f'{unseen(of_task, arm, kind):.0f}'
+                                         for of_task in fixed.values()) for arm in QK)])
+    for line in table(['kept as before training', *QK], lines):
+        yield f'  {line}'.rstrip()
+    yield ('  With both kept the prior stays, and every run is right. On parity2 the inputs '
+           'decide. Elsewhere neither alone saves every run. M is neither: it is right in all of '
+           'these runs.')
+
+
+def unseen(fixed, arm, kind):
+    """Unseen accuracy in %, the mean over the seeds that all of an arm's interventions have."""
+    seeds = set.intersection(*({run.seed for run in fixed[arm, kind]} for kind in FIXED))
+    runs = [run for run in fixed[arm, kind] if run.seed in seeds]
+    return mean(values(runs, 'accuracy_unseen', 100))
+
+
+def worth(sums):
+    curve = curves(sums).get('add3', {})
+    if {'mask', 'default'} <= curve.keys():
+        share = {arm: 100 * needed(curve[arm], 0.9)[1] for arm in ('mask', 'default')}
+        yield (f'- **What a prior is worth.** For 90 % exact match in addition the mask needs '
+               f'{share["mask"]:.2g} % of the pairs, the default {share["default"]:.2g} % '
+               '(interpolated, one setting for all arms; a default tuned for itself seemed to need '
+               'only twice the mask\'s: [arithmetic](results/arithmetic.md)). The QK arms lie '
+               'between. From 0.2 % on all are above 98 %.')
+
+
+def symmetry(plain, hole):
     tried = [label for label in hole if label.startswith('mask')]
+    if not tried or not {'diff2-mask', 'diff2-default', 'parity3-default'} <= plain.keys():
+        return
     diff2 = [mean(values(plain[f'diff2-{arm}'], 'accuracy', 100)) for arm in ('mask', 'default')]
-    yield ('- **A mask decides what its symmetry decides.** It helps where exchanging tokens that '
-           'it treats alike turns seen inputs into unseen ones: (-,+) into (+,-). (-,-) stays '
-           f'(-,-), and none of {len(tried)} masks helps there ({right_runs(hole, tried)} right). '
-           'Where the target is not symmetric it misleads: on `diff2` the mask has '
-           f'{diff2[0]:.0f} %, the default {diff2[1]:.0f} %. That was predicted, and so was '
-           f'`parity3` ({right_runs(plain, ["parity3-mask"])} right).')
+    yield ('- **A mask decides what its symmetry decides** (Boolean tasks). It treats its tokens '
+           'alike, so on the unseen (+,-) it answers what it saw on (-,+). Where that is the '
+           'target, it is right; on `diff2` it is not, and the mask has '
+           f'{diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again: none '
+           f'of {len(tried)} masks helps there ({right_runs(hole, tried)} right). What '
+           'the mask does on `diff2` and `parity3` was predicted before the runs. The defaults '
+           'were predicted to follow the MDI: '
+           f'{as_mdi(plain["parity3-default"])} runs of `parity3` and '
+           f'{as_mdi(plain["diff2-default"])} of `diff2` do.')
+
+
+def as_mdi(runs):
+    """'3 of 5': the runs whose accuracy is within a point of the MDI's."""
+    gaps = [abs(run.result['accuracy'] - run.result['mdi_accuracy']) for run in runs]
+    return f'{sum(gap < 0.01 for gap in gaps)} of {len(runs)}'
+
+
+def differences(sums, images):
+    rows_needed = [images.get(f'cifar10-{row}') for row in ('mimetic', 'mask', 'mask-mimetic-v')]
+    if not all(rows_needed) or 'add3-0.004-default' not in sums:
+        return
     default = mean(values(sums['add3-0.004-default'], 'sequence_accuracy', 100))
-    top1 = {arm: mean(values(images[f'cifar10-{arm}'], 'accuracy', 100))
-            for arm in ('mimetic', 'mask')}
+    mimetic, mask, with_v = (mean(values(runs, 'accuracy', 100)) for runs in rows_needed)
     yield ('- **Where ours differs from the paper.** At 0.4 % of addition our default has '
            f'{default:.2f} %, the paper\'s 1.19 %. Our images are a small ViT on 10,000 images of '
-           f'CIFAR-10, where mimetic is ahead of the mask ({top1["mimetic"]:.1f} to '
-           f'{top1["mask"]:.1f} %), and 7,000 of ImageNet-100. Our WikiText-2 models see half an '
-           'epoch.')
+           'CIFAR-10 and 7,000 of ImageNet-100, where the mask\'s gain is about one standard '
+           f'error. Mimetic is ahead of the mask ({mimetic:.1f} to {mask:.1f} %); with its W_V and '
+           f'W_proj the mask has {with_v:.1f} %. Our WikiText-2 models see half an epoch.')
 
 
 # -------------------------------------------------------------------------------- boolean
@@ -275,32 +317,6 @@ BOOLEAN_TABLES = {
     'hole': 'parity2 on the hole (-,-), where no exchange of bits helps; batches of 64',
     'ablation': 'Ablations on parity2, batches of 64; the rest is as the name does not say',
 }
-# What is held still while the rest learns.
-INTERVENTIONS = {
-    '': 'nothing', 'freeze-qk': 'W_Q and W_K frozen', 'hold-inputs': 'inputs of q and k held',
-    'both': 'both', 'freeze-mask': 'M frozen', 'mask-lr-10': 'nothing, M learns 10 times as fast',
-}
-
-
-INTERVENED = {'boolean': tuple(BOOLEAN_TARGETS), 'arithmetic': ('add3-0.0005',)}
-
-
-def intervened(section, folder):
-    """Yields (task, arm, kind, runs) of the interventions, each arm's plain runs first."""
-    found = rows(section, 'interventions', folder)
-    # cyclic3 has plain runs of its own there, as short as the others.
-    row_of = rows(section, folder=folder) | found
-    for task in INTERVENED[section]:
-        for arm in ARMS:
-            seeds = {run.seed for label, runs in found.items() for run in runs
-                     if label.startswith(f'{task}-{arm}-')}
-            for kind in INTERVENTIONS:
-                runs = row_of.get(f'{task}-{arm}-{kind}' if kind else f'{task}-{arm}', [])
-                runs = [run for run in runs if run.seed in seeds]
-                if runs:
-                    yield task, arm, kind, runs
-
-
 def interventions(section, metric, folder):
     lines = [[task, arm, INTERVENTIONS[kind], prior_tv(runs), spread(values(runs, metric, 100), 1),
               ' '.join(f'{100 * n:.0f}' for n in values(runs, metric)), fitted(runs),
@@ -591,8 +607,8 @@ def beside_recorded(folder, recorded=HERE):
     for run in find_runs(folder):
         try:
             section, _, record = read_run(run, folder)
-        except NoSection as error:
-            # A task of one's own.
+        except NoRow as error:
+            # A task of one's own, a run by another name.
             print(f'report.py: {run} is left out: {error}', file=sys.stderr)
         else:
             found[section].append(record)

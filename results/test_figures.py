@@ -83,8 +83,8 @@ def test_a_seed_is_a_thin_line_or_a_dot_an_arm_one_colour(folder):
         assert list(lines[2].get_xdata()) == [0, 10, 300] and lines[2].get_ydata()[2] == 50
     dots = [line for line in figures.interventions(folder).axes[0].lines
             if line.get_marker() == '.' and len(line.get_xdata())]
-    # qk-svd, qk-opt, mask as they are, and two interventions; no dot on another.
-    assert [list(line.get_xdata()) for line in dots] == [[.25, .25]] * 5
+    # The mask as it is, and its two interventions; no dot on another.
+    assert [list(line.get_xdata()) for line in dots] == [[.25, .25]] * 3
     assert all(len(set(line.get_ydata())) == 2 for line in dots)
     assert look.look('no-positions-mask')['color'] == look.look('mask-both')['color']
     look.end_values(axis, [(y, str(y), 'red') for y in (99, 99, 98, 50, 0, 0)])

@@ -105,7 +105,7 @@ def test_results_stay_few_and_small():
 
 
 def test_the_index_reads_a_record_as_it_says(monkeypatch, capsys):
-    monkeypatch.chdir(HERE.parent)
+    monkeypatch.chdir(HERE)
     for code in (HERE / 'README.md').read_text(encoding='utf-8').split('```python\n')[1:]:
         exec(code.split('```')[0], {})
     accuracies, *labels = capsys.readouterr().out.splitlines()
@@ -144,17 +144,22 @@ def test_tables_of_each_section_by_hand(tmp_path):
     assert report.needed(by_frac, 0.95) == ('>', 0.1)
 
 
-def test_interventions_are_means_over_the_seeds_that_all_kinds_have(tmp_path):
-    record(tmp_path, 'boolean', *(
-        line('boolean', f'{name}-s{seed}', {'init': arm, 'freeze_qk': 'freeze' in name},
-             accuracy_unseen=unseen)
-        for arm, name, seed, unseen in (
-            ('qk-opt', 'interventions/parity2-qk-opt-freeze-qk', 0, 0.25),
-            ('qk-svd', 'interventions/parity2-qk-svd-freeze-qk', 0, 0.75),
-            ('qk-opt', 'parity2-qk-opt', 0, 0.5), ('qk-svd', 'parity2-qk-svd', 0, 0.5),
-            ('qk-svd', 'parity2-qk-svd', 1, 1.))))
-    assert report.mean_unseen('', ['parity2'], tmp_path) == '50 %'
-    assert report.mean_unseen('freeze-qk', ['parity2', 'parity2'], tmp_path) == '50 and 50 %'
+def test_interventions_are_compared_on_the_seeds_that_all_of_them_have(tmp_path):
+    unseen = {'': (0.5, 0.7, 1.), 'freeze-qk': (0.25, 0.75), 'hold-inputs': (0.5, 0.5),
+              'both': (1., 0.8)}
+    lines = []
+    for arm in report.QK:
+        for kind, of_seeds in unseen.items():
+            name = f'interventions/parity2-{arm}-{kind}' if kind else f'parity2-{arm}'
+            settings = dict(init=arm, freeze_qk=kind in ('freeze-qk', 'both'),
+                            hold_inputs=kind in ('hold-inputs', 'both'))
+            lines += [line('boolean', f'{name}-s{seed}', settings, accuracy_unseen=accuracy)
+                      for seed, accuracy in enumerate(of_seeds)]
+    record(tmp_path, 'boolean', *sorted(lines))
+    fixed = {(arm, kind): runs for _, arm, kind, runs in records.intervened('boolean', tmp_path)}
+    # The third seed has no intervention.
+    assert [report.unseen(fixed, 'qk-opt', kind) for kind in report.FIXED] == [60, 50, 50, 90]
+    assert '| neither | 60 | 60 |' in '\n'.join(report.two_causes({'parity2': fixed}))
 
 
 def test_tables_go_to_their_places_and_to_all_or_none(tmp_path, monkeypatch, capsys):
@@ -172,7 +177,10 @@ def test_tables_go_to_their_places_and_to_all_or_none(tmp_path, monkeypatch, cap
     assert first.read_text() == page.format('1\n', '1\n')
 
 
-def test_runs_of_this_machine_stand_beside_the_recorded_ones(runs, tmp_path):
+def test_runs_of_this_machine_stand_beside_the_recorded_ones(runs, tmp_path, capsys):
+    runs = shutil.copytree(runs, tmp_path / 'runs')
+    copy = runs / 'boolean' / 'longer'
+    shutil.copytree(runs / 'boolean' / 'parity2-mask-s0', copy)
     record(tmp_path, 'boolean', line('boolean', 'parity2-mask-s0', {'width': 16}, accuracy=0.875))
     result = json.loads((runs / 'boolean' / 'parity2-mask-s0' / 'result.json').read_text())
     cell = f'{100 * result["accuracy"]:.2f}'
@@ -181,6 +189,8 @@ def test_runs_of_this_machine_stand_beside_the_recorded_ones(runs, tmp_path):
     assert found[5] == ('| parity2-mask --heads 2 --steps 2 --batch 8 --clip 1.0 --eval-every 100 '
                         f'--eval-early 10 | {cell} ± 0.00 (2) | '
                         '87.50 (1) | 100 |')
+    assert capsys.readouterr().err == (f'report.py: {copy} is left out: the name longer does not '
+                                       'end with a seed, such as -s0\n')
 
 
 def test_a_run_of_train_is_recorded_and_read_again(runs, tmp_path):
