@@ -29,8 +29,8 @@ boolean() {
         row boolean/maj3-$init "$ten" --task maj3 --init $init
         row boolean/cyclic3-$init "$five" --task cyclic3 --init $init $cheap
     done
-    for init in default mask; do
-        row boolean/parity3-$init "$five" --task parity3 --init $init
+    for init in default mask; do row boolean/parity3-$init "$five" --task parity3 --init $init; done
+    for init in default qk-svd qk-opt mask; do
         row boolean/diff2-$init "$five" --task diff2 --init $init
     done
     [ $size = full ] || return 0
@@ -38,6 +38,8 @@ boolean() {
     # 500 steps; it is the default that takes 3,500.
     interventions boolean/interventions/parity2 "$five" --task parity2
     interventions boolean/interventions/maj3 "$five" --task maj3
+    # There the prior misleads.
+    interventions boolean/interventions/diff2 "$five" --task diff2
     set -- boolean/interventions/cyclic3 "$five" --task cyclic3 --steps 1000 --eval-every 250
     for init in qk-svd qk-opt mask; do row $1-$init "${@:2}" --init $init; done
     interventions "$@"
