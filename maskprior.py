@@ -300,6 +300,14 @@ def prior_matrix(distance, strength, level):
     return M0
 
 
+def check_shape(name, matrix, model):
+    """ValueError unless the matrix is [N, N] or [H, N, N], by the model's N and H."""
+    N, H = model.N, model.blocks[0].attn.H
+    if matrix.shape not in ((N, N), (H, N, N)):
+        raise ValueError(f'{name} is {list(matrix.shape)}; it must be [N, N] or [H, N, N], with '
+                         f'N = {N} and H = {H}')
+
+
 def target_attention(M0, allowed=None):
     """The attention that the prior asks for, softmax(log sigmoid(M0)): [N, N] or [H, N, N]."""
     return mask_bias(M0, allowed).softmax(-1)
@@ -318,11 +326,8 @@ def init_default(model, M0=None, x=None, generator=None):
 
 def init_mask(model, M0, x=None, generator=None):
     """M of every layer starts at M0; W_Q and W_K stay random (the paper's method)"""
-    H = model.blocks[0].attn.H
+    check_shape('M0', M0, model)
     M0 = M0.to(model.blocks[0].attn.q.weight)
-    if M0.shape not in ((model.N, model.N), (H, model.N, model.N)):
-        raise ValueError(f'M0 is {list(M0.shape)}; it must be [N, N] or [H, N, N], with '
-                         f'N = {model.N} and H = {H}')
     if not M0.isfinite().all():
         raise ValueError('M0 has an entry that is not finite; a hard ban belongs in `allowed`')
     for block in model.blocks:

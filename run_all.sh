@@ -183,7 +183,11 @@ echo $$ > "$OUT/.pid"
 trap 'rm -f "$OUT/.pid"' EXIT
 # The device, and the tasks whose data is not there.
 found=$("$PYTHON" - "${DEVICE:-auto}" <<'P'
-import sys, tasks, train
+import sys
+try:
+    import tasks, train
+except ModuleNotFoundError as error:
+    sys.exit(f'run_all.sh: {error}: pip install -r requirements.txt')
 def main():
     print(train.parse(['--device', sys.argv[1]]).device)
     for task in tasks.DATA_PATHS:

@@ -449,6 +449,17 @@ def test_an_arm_of_ones_own_may_set_the_queries_to_zero(tmp_path, monkeypatch, c
     assert '\n  zero ' in capsys.readouterr().out
 
 
+def test_a_task_or_arm_of_ones_own_of_another_size_is_refused(monkeypatch, capsys):
+    class Wide(tasks.Boolean):
+        def __init__(self, name):
+            super().__init__(name)
+            self.distance = torch.ones(7, 7)
+    monkeypatch.setitem(maskprior.ARMS, 'small', lambda *_: torch.ones(3, 3))
+    assert 'its target is [3, 3]; it must' in refused(capsys, *SMALL, '--init', 'small')[1]
+    monkeypatch.setitem(tasks.TASKS, 'parity2', Wide)
+    assert 'M0 is [7, 7]; it must' in refused(capsys, *SMALL, '--init', 'qk-svd')[1]
+
+
 # ------------------------------------------------------------------------ the settings of a run
 
 def test_learning_rate_by_hand():

@@ -397,6 +397,7 @@ def build(settings):
         M0 = maskprior.prior_matrix(distance, settings.strength, settings.level)
         if settings.per_head and M0.ndim == 2:
             M0 = M0.expand(settings.heads, -1, -1)
+        maskprior.check_shape('M0', M0, model)
         if settings.mimetic_v:
             maskprior.init_mimetic(model, generator=generator, qk=False)
         target = maskprior.ARMS[settings.init](model, M0, task.probe.cpu(), generator)
@@ -405,6 +406,7 @@ def build(settings):
         allowed = model.blocks[0].attn.allowed
         if target is None:
             target = maskprior.target_attention(M0, allowed)
+        maskprior.check_shape('its target', target, model)
         if not maskprior.informative_rows(target, allowed).any():
             raise ValueError('it puts no pair of tokens above another')
     except (ValueError, torch.linalg.LinAlgError) as error:
@@ -414,9 +416,6 @@ def build(settings):
         block.attn.k.requires_grad_(not settings.freeze_qk)
         if block.attn.M is not None:
             block.attn.M.requires_grad_(not settings.freeze_mask)
-    if target.shape[-2:] != (model.N, model.N):
-        raise UsageError(f'--init {settings.init} aims at an attention of '
-                         f'{list(target.shape)}, and the model has {model.N} tokens')
     if settings.hold_inputs:
         maskprior.hold_inputs(model)
     return task, model.to(settings.device), target.to(settings.device)

@@ -55,10 +55,6 @@ RESULT_DIGITS = 10
 FORMER_SECTIONS = {'vision': 'images'}
 
 
-class NoRow(RunError):
-    """A run that is in no table: its task is in no section, or its name has no seed."""
-
-
 # ------------------------------------------------------------------------- the recorded runs
 
 @dataclass
@@ -133,9 +129,9 @@ def check_metrics(record, section):
 
 def section_of(task):
     for section, family in SECTIONS.items():
-        if issubclass(tasks.TASKS[task], family):
+        if task in tasks.TASKS and issubclass(tasks.TASKS[task], family):
             return section
-    raise NoRow(f'{task} is of none of the sections {", ".join(SECTIONS)}')
+    raise RunError(f'{task} is of none of the sections {", ".join(SECTIONS)}')
 
 
 def read_lines(section, folder):
@@ -341,7 +337,7 @@ def name_of_run(run, given, section):
     if section in parts:
         parts = parts[len(parts) - parts[::-1].index(section):]
     if not re.search(r'-s\d+$', parts[-1]):
-        raise NoRow(f'the name {parts[-1]} does not end with a seed, such as -s0')
+        raise RunError(f'the name {parts[-1]} does not end with a seed, such as -s0')
     return '/'.join(parts)
 
 

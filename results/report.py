@@ -23,7 +23,7 @@ import train
 from tasks import BOOLEAN_TARGETS, PAPER, UsageError
 from train import RunError
 
-from records import (ARMS, INTERVENTIONS, SECTIONS, NoRow, all_arguments, by_arm, by_row,
+from records import (ARMS, INTERVENTIONS, SECTIONS, all_arguments, by_arm, by_row,
                      changed, check_rows, collect, find_runs, intervened, parse_json, place,
                      read_run, records, rows, section_of, values)
 
@@ -607,8 +607,8 @@ def beside_recorded(folder, recorded=HERE):
     for run in find_runs(folder):
         try:
             section, _, record = read_run(run, folder)
-        except NoRow as error:
-            # A task of one's own, a run by another name.
+        except RunError as error:
+            # A task of one's own, another name, an older version, a damaged file.
             print(f'report.py: {run} is left out: {error}', file=sys.stderr)
         else:
             found[section].append(record)
