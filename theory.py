@@ -1,7 +1,7 @@
 """Theorem 1 and Corollary 1 of "Mask-Based Priors Are More Persistent than Query-Key
 Initializations", checked in float64 on the CPU.
 
-    python theory.py     # under a minute; prints a table, writes runs/theory/; exit 1: one failed
+    python theory.py     # one to four minutes; prints a table, writes runs/theory/; exit 1: one failed
 
 One row of attention: N keys, model width D, head width d, query token x, key tokens X_j,
     q = x W_Q,  k_j = X_j W_K,  s_j = q.k_j/sqrt(d) + log sigmoid(m_j)  (-inf where hard-masked),
