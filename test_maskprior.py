@@ -1094,7 +1094,7 @@ def test_a_batch_of_images_is_normalised_its_labels_soft_and_the_class_token_fre
 def test_patches_come_row_by_row_and_the_last_of_a_row_has_none_on_its_right(rows, cols):
     number = torch.arange(rows * cols)
     image = number.view(rows, cols).repeat_interleave(4, 0).repeat_interleave(4, 1).float()
-    patches = maskprior.Patches(3, 4, 8, (rows, cols))
+    patches = maskprior.PatchEmbedding(3, 4, 8, (rows, cols))
     patches.proj.weight.data.fill_(1.)
     patches.proj.bias.data.zero_()
     assert torch.equal(patches(image.expand(1, 3, -1, -1))[0, :, 0], 48. * number)

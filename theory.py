@@ -1,7 +1,7 @@
 """Theorem 1 and Corollary 1 of "Mask-Based Priors Are More Persistent than Query-Key
 Initializations", checked in float64 on the CPU.
 
-    python theory.py     # one to four minutes; prints a table, writes runs/theory/; exit 1: one failed
+    python theory.py     # some minutes; prints a table, writes runs/theory/; exit 1: one failed
 
 One row of attention: N keys, model width D, head width d, query token x, key tokens X_j,
     q = x W_Q,  k_j = X_j W_K,  s_j = q.k_j/sqrt(d) + log sigmoid(m_j)  (-inf where hard-masked),
@@ -51,6 +51,7 @@ import json
 import math
 import sys
 import time
+import uuid
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -238,7 +239,7 @@ def normals(B, N, d, gen, **factor):
 
 def random_row(B, N, d, gen):
     """q, k, inputs, v and g at scales 1e-3..1e3 each; a row has one of five masks: M uniform on
-    -50..50, or on -2..2, one key open and the others at -50, or hard-masked, or causal. p_i is the
+    -50..50, or on -2..2, all but one at -50, all but one hard-masked, or causal. p_i is the
     largest in half of them; u and w nearly meet the bounds."""
     draw = partial(uniform, generator=gen)
     c_x, c_q, c_k, c_v, c_g = 10 ** (6 * draw(5, B, 1, 1) - 3)
@@ -293,9 +294,10 @@ def ascend(params, objective, steps):
         opt.step()
     return objective().detach()
 
-def adversary(bounds, gen, steps, restarts=32):
+def adversary(bounds, gen, steps):
     """Observed / bound after gradient ascent on its log over all of a row, N = 4 and d = 3; each
     bound has restarts of its own."""
+    restarts = 32
     params = normals(len(bounds) * restarts, 4, 3, gen)
     directions = {'u': params['m'].clone(), 'w': params['g'].clone()}
 
@@ -353,22 +355,16 @@ def loss_norms(row):
     e = through_softmax(row.p, row.c['loss'])
     return {place: norm(THROUGH[place](row, e))[:, 0] for place in PLACES}
 
-def gradients_over_a(seed, powers):
-    """[{place: ||dloss/d place|| [B]} for each a of LOG_A]."""
-    norms = []
-    for log_a in LOG_A:
-        factor = {part: math.exp(power * log_a) for part, power in powers.items()}
-        norms.append(loss_norms(scaled_rows(64, seed, **factor)))
-    return norms
-
 def check_slopes(seed):
     """Part 4 at fixed p: least-squares slopes in log a, whose mean is 0."""
     checks = []
     for title, powers, expected in SCALINGS:
-        norms, slopes = gradients_over_a(seed, powers), {}
-        for place in PLACES:
-            products = [log_a * z[place].log() for log_a, z in zip(LOG_A, norms)]
-            slopes[place] = sum(products) / sum(log_a ** 2 for log_a in LOG_A)
+        totals = dict.fromkeys(PLACES, 0.0)
+        for log_a in LOG_A:
+            factor = {part: math.exp(power * log_a) for part, power in powers.items()}
+            norms = loss_norms(scaled_rows(64, seed, **factor))
+            totals = {place: total + log_a * norms[place].log() for place, total in totals.items()}
+        slopes = {place: z / sum(log_a ** 2 for log_a in LOG_A) for place, z in totals.items()}
         gaps = [(slopes[place] - slope).abs().max().item() for place, slope in expected.items()]
         signs = [f'{place} {slope:+d}' for place, slope in expected.items()]
         values = [slopes[place].mean().item() for place in PLACES]
@@ -431,7 +427,8 @@ def sgd_path(way, row, g, dose, T):
     [B, 1], or x and each X_j by dose/T along their gradients. g [1 or T, B, 1, d]: fixed, or fresh
     each step. Returns TV(p_t, p_0) and its bound for t = 1..T, both [T, B, 1]."""
     h = (dose / T / (g.norm(dim=-1).amax(0) * row.R))[..., None]
-    places, now, moved = {'inputs': ('x', 'X')}.get(way.place, (way.place,)), row, []
+    inputs, now, moved = way.place == 'inputs', row, []
+    places = ('x', 'X') if inputs else (way.place,)
     # q moves by h as x W_Q does when W_Q moves by h/||x||^2
     if way.place == 'q':
         places, h = ('W_Q',), h / row.norm_x[..., None] ** 2
@@ -439,11 +436,8 @@ def sgd_path(way, row, g, dose, T):
         e = through_softmax(now.p, g[t % len(g)] @ now.v.mT)
         after = {}
         for place in places:
-            gradient = THROUGH[place](now, e)
-            if way.place == 'inputs':
-                move = F.normalize(gradient, dim=-1) * dose[..., None] / T
-            else:
-                move = h * gradient
+            z = THROUGH[place](now, e)
+            move = F.normalize(z, dim=-1) * dose[..., None] / T if inputs else h * z
             after[place] = getattr(now, place) - move
         now = replace(now, **after)
         moved.append(tv(now.p, row.p))
@@ -515,7 +509,7 @@ def table(parts):
 
 def write_text(path, text):
     """Atomic: a reader of `path` finds the old text or the new one, whole."""
-    temporary = path.with_name(f'{path.name}.tmp')
+    temporary = path.with_name(f'{path.name}.{uuid.uuid4().hex}.tmp')
     try:
         temporary.write_text(text)
         temporary.replace(path)

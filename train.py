@@ -23,7 +23,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 # Before torch, whose warning it silences.
@@ -59,72 +58,69 @@ def true_or_false(text):
 
 
 def bit_list(text):
-    if not text.replace(',', '').isdecimal():
+    if not all(bit.isdecimal() for bit in text.split(',')):
         raise argparse.ArgumentTypeError(f'{text!r} is no list of bits, such as 2,3')
     return [int(bit) for bit in text.split(',')]
 
 
-def setting(default, help, limit=None, only=None, type=None, choices=None):
-    """A field of Settings. limit: a name in LIMITS; only: the classes of tasks that it is for."""
-    metadata = dict(help=help, limit=limit, only=only, type=type or default.__class__,
-                    choices=choices)
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default, help, limit=None, only=None):
+    """A field of Settings. limit: a name in LIMITS, or the choices; only: the classes of tasks
+    that it is for."""
+    return dataclasses.field(default=default, metadata=dict(help=help, limit=limit, only=only))
 
 
 DATA = (Images, Language)
 
 
-@dataclass
+@dataclasses.dataclass
 class Settings:
     """Every setting, its default and where that comes from; RECIPES: what a task sets otherwise."""
     # task
-    task: str = setting('parity2', 'what to learn', choices=tasks.TASKS)
+    task: str = setting('parity2', 'what to learn', tasks.TASKS)
     seed: int = setting(0, 'of weights, split and, by a generator of its own, batches')
-    hole: str = setting(None, 'unseen inputs: + - * for each of the first bits', only=Boolean,
-                        type=str)
+    hole: str = setting(None, 'unseen inputs: + - or * (either) for each of the first bits',
+                        only=Boolean)
     frac: float = setting(0.004, 'share of all pairs that trains; paper', 'from 0 to 1', Arithmetic)
-    order: str = setting('lsb', 'digit of the answer that is written first', only=Arithmetic,
-                         choices=('lsb', 'msb'))
-    image_size: int = setting(None, 'side, only for imagenet100', 'positive', Images, int)
-    crop: str = setting('pad', 'see tasks.draw_augmentation', only=Images,
-                        choices=('pad', 'resized'))
+    order: str = setting('lsb', 'digit of the answer written first', ('lsb', 'msb'), Arithmetic)
+    image_size: int = setting(None, 'side, only for imagenet100', 'positive', Images)
+    crop: str = setting('pad', 'shifted by up to an eighth, or a random part resized',
+                        ('pad', 'resized'), Images)
     randaugment: int = setting(0, 'operations of RandAugment an image', 'at least 0', Images)
     erasing: float = setting(0., 'probability of random erasing', 'from 0 to 1', Images)
     mixup: float = setting(0., 'alpha of Mixup, 0 for none', 'at least 0', Images)
     cutmix: float = setting(0., 'alpha of CutMix, 0 for none', 'at least 0', Images)
-    smoothing: float = setting(0.1, 'of the labels', 'from 0 to 1', Images)
+    smoothing: float = setting(0.1, 'label smoothing', 'from 0 to 1', Images)
     context: int = setting(64, 'words in a window; ours', 'positive', Language)
     # prior
-    init: str = setting('mask', 'arm: where the prior is written', choices=maskprior.ARMS)
+    init: str = setting('mask', 'arm: where the prior is written', maskprior.ARMS)
     strength: float = setting(8., 'nats by which the bias of other pairs is lower', 'positive')
     level: float = setting(4., 'M at the pairs that interact; its gradient carries sigmoid(-level)')
     per_head: bool = setting(False, 'one M for each head, [H, N, N], not a shared [N, N]')
     structure: str = setting('known', 'which bits interact: known, or measured on the training set',
-                             only=Boolean, choices=('known', 'measured'))
+                             ('known', 'measured'), Boolean)
     prior_bits: list = setting(None, 'bits such as 2,3 that a wrong prior says interact',
-                               only=Boolean, type=bit_list)
-    pattern: str = setting('group', 'see tasks.boolean_structure', only=Boolean,
-                           choices=tasks.PATTERNS)
+                               only=Boolean)
+    pattern: str = setting('group', 'of the pairs in a group: tasks.boolean_structure',
+                           tasks.PATTERNS, Boolean)
     flip: float = setting(0., 'share of M0 that is flipped', 'from 0 to 1', Boolean)
     without: str = setting(None, 'part that the prior leaves out: tasks.arithmetic_structure',
-                           only=Arithmetic, type=str, choices=('digits', 'carry', 'products'))
+                           ('digits', 'carry', 'products'), Arithmetic)
     mimetic_v: bool = setting(False, 'W_V and W_proj as mimetic and impulse have them', only=Images)
     tie_mask: bool = setting(False, 'one entry of M for each distance', only=Language)
     freeze_mask: bool = setting(False, 'M does not learn')
-    mask_lr: float = setting(1., "M's learning rate, in times of --lr", 'at least 0')
+    mask_lr: float = setting(1., "M's learning rate, as a multiple of --lr", 'at least 0')
     freeze_qk: bool = setting(False, 'W_Q and W_K do not learn')
     hold_inputs: bool = setting(False, "q and k read their layer's inputs in the untrained model")
     # model
     width: int = setting(64, 'D; ours', 'positive')
     heads: int = setting(4, 'H; ours', 'positive')
     layers: int = setting(2, 'L; ours', 'positive')
-    patch: int = setting(None, 'side of a patch; 4, imagenet100 16', 'positive', Images, int)
-    pool: str = setting('mean', 'patches, or a class token', only=Images, choices=('mean', 'cls'))
-    positions: str = setting('learned', 'learned, sincos (images) or none (words)', only=DATA,
-                             choices=('sincos', 'learned', 'none'))
-    pos_std: float = setting(0.1, 'of the positional embedding (token embedding: 1); ours',
-                             'at least 0')
-    init_std: float = setting(0.02, 'of the weights of linear layers; GPT-2', 'positive')
+    patch: int = setting(None, 'side of a patch; 4, imagenet100 16', 'positive', Images)
+    pool: str = setting('mean', 'of the patches, or a class token', ('mean', 'cls'), Images)
+    positions: str = setting('learned', 'learned, sincos (images) or none (words)',
+                             ('sincos', 'learned', 'none'), DATA)
+    pos_std: float = setting(0.1, 'standard deviation of learned positions; ours', 'at least 0')
+    init_std: float = setting(0.02, 'standard deviation of linear layers; GPT-2', 'positive')
     dropout: float = setting(0., 'of embedding and branches', 'at least 0 and below 1', Language)
     drop_path: float = setting(0., 'stochastic depth, rising to this in the last block',
                                'at least 0 and below 1', Images)
@@ -133,8 +129,8 @@ class Settings:
     compile: bool = setting(False, 'torch.compile the blocks; checkpoints are the same')
     # optimisation
     steps: int = setting(1000, 'optimiser steps; ours', 'positive')
-    epochs: int = setting(None, 'in the place of --steps; --warmup and --eval-every then count '
-                          'epochs too', 'positive', Images, int)
+    epochs: int = setting(None, 'instead of --steps; --warmup and --eval-every count epochs too',
+                          'positive', Images)
     batch: int = setting(64, 'B, inputs in a step, of all processes together; ours', 'positive')
     lr: float = setting(1e-3, 'learning rate of AdamW, cosine to 0; ours', 'positive')
     warmup: int = setting(50, 'steps over which the learning rate rises; ours', 'at least 0')
@@ -150,15 +146,15 @@ class Settings:
     data_dir: str = setting(tasks.default_data_dir(), 'data sets; or MASKPRIOR_DATA', only=DATA)
     cache: str = setting('cache', 'folder for decoded images', only=Images)
     out: str = setting('runs', 'folder of the runs')
-    name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED", type=str)
+    name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED")
     overwrite: bool = setting(False, 'run a finished run again')
     resume: bool = setting(False, 'go on with an interrupted run')
 
 
-# The first setting of each group of --help.
-GROUPS = {'task': 'task', 'prior': 'init', 'model': 'width', 'optimisation': 'steps',
-          'run': 'eval_every'}
-# A run may go on with other values of these, so they are not among what makes it.
+# The first setting of each group of --help, and the group.
+GROUPS = {'task': 'task', 'init': 'prior', 'width': 'model', 'steps': 'optimisation',
+          'eval_every': 'run'}
+# A resumed run may change these, so they do not identify it.
 NOT_OF_THE_RUN = ('device', 'threads', 'compile', 'data_dir', 'cache', 'out', 'name', 'overwrite',
                   'resume')
 
@@ -196,7 +192,7 @@ def option(name):
 
 
 def task_settings(task):
-    """The settings that a task asks for: the parameters of its class, behind its name."""
+    """The settings that a task asks for: its class's parameters after the first, its name."""
     return list(inspect.signature(tasks.TASKS[task]).parameters)[1:]
 
 
@@ -211,17 +207,17 @@ def make_parser(task):
     parser = argparse.ArgumentParser(prog='train.py', usage=argparse.SUPPRESS, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    starts = {first: group for group, first in GROUPS.items()}
     for field in dataclasses.fields(Settings):
-        if field.name in starts:
-            group = parser.add_argument_group(starts[field.name])
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
         value = RECIPES.get(task, {}).get(field.name, field.default)
         value = '' if value is None else f' [{value}]'
-        type = field.metadata['type']
-        kwargs = dict(type=type, choices=field.metadata['choices'], default=argparse.SUPPRESS,
-                      help=field.metadata['help'].replace('%', '%%') + value)
-        if type is bool:
-            kwargs |= dict(type=true_or_false, nargs='?', const=True, metavar='true|false')
+        limit = field.metadata['limit']
+        kwargs = dict(type={bool: true_or_false, list: bit_list}.get(field.type, field.type),
+                      choices=None if isinstance(limit, str) else limit, default=argparse.SUPPRESS,
+                      help=(field.metadata['help'] + value).replace('%', '%%'))
+        if field.type is bool:
+            kwargs |= dict(nargs='?', const=True, metavar='true|false')
         in_epochs = field.name == 'steps' and 'epochs' in RECIPES.get(task, {})
         if in_epochs or not applies_to(field, task):
             kwargs['help'] = argparse.SUPPRESS
@@ -256,9 +252,9 @@ def parse(argv):
         settings.device = f'cuda:{os.environ["LOCAL_RANK"]}'
     try:
         torch.zeros(1, device=settings.device).item()
-    # Each kind of device has its own.
+    # Each kind of device raises its own exception.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition('\n')[0]
         raise UsageError(f'--device {settings.device} is unknown or absent: {reason}') from None
     return settings
 
@@ -275,35 +271,35 @@ def check(settings, given):
     s = settings
     for field in dataclasses.fields(s):
         value, limit = getattr(s, field.name), field.metadata['limit']
-        if value is not None and limit and not LIMITS[limit](value):
+        if value is not None and isinstance(limit, str) and not LIMITS[limit](value):
             below = ' and below 1e18' if limit in ('positive', 'at least 0') else ''
             raise UsageError(f'{option(field.name)} {value} must be {limit}{below}')
         if field.name in given and not applies_to(field, s.task):
             names = [name for name in tasks.TASKS if applies_to(field, name)]
             raise UsageError(f'{option(field.name)} does not apply to {s.task}: it is only for '
                              f'{", ".join(names)}')
+    # Also a task of one's own that takes `patch`.
     images = applies_to(Settings.__dataclass_fields__['patch'], s.task)
-    path = Path(s.name or '.')
+    needs_mask = ('freeze_mask', 'tie_mask', 'mask_lr')
     wrong = {
         f'--seed {s.seed} must be from 0 to 2^63 - 1': not 0 <= s.seed < 2 ** 63,
-        f'--freeze-mask goes with --init mask; there is no mask in --init {s.init}':
-            s.freeze_mask and s.init != 'mask',
-        f'--tie-mask goes with --init mask; there is no mask in --init {s.init}':
-            s.tie_mask and s.init != 'mask',
-        f'--mask-lr goes with --init mask; there is no mask in --init {s.init}':
-            s.mask_lr != 1 and s.init != 'mask',
+        **{f'{option(name)} goes with --init mask; there is no mask in --init {s.init}':
+               s.init != 'mask' and getattr(s, name) != getattr(Settings, name)
+           for name in needs_mask},
+        f'--mask-lr {s.mask_lr:g} does nothing beside --freeze-mask':
+            s.freeze_mask and s.mask_lr != 1,
         f'--positions {s.positions} is not for {s.task}':
             s.positions == ('none' if images else 'sincos'),
         f'--init {s.init} is only for images; {s.task} has none':
             s.init in ('mimetic', 'impulse') and not images,
         f'--mimetic-v is what --init {s.init} has anyway':
             s.mimetic_v and s.init in ('mimetic', 'impulse'),
-        '--crop pad is for CIFAR; imagenet100 has its images larger, for --crop resized':
+        '--crop pad is for CIFAR; imagenet100 needs --crop resized, as its images are larger':
             s.task == 'imagenet100' and s.crop == 'pad',
         f'--mixup and --cutmix mix neighbours: --batch {s.batch} must be even':
             (s.mixup or s.cutmix) and s.batch % 2,
         f'--name {s.name!r} must name a folder in --out':
-            s.name is not None and not good_name(path),
+            s.name is not None and not good_name(Path(s.name)),
         '--overwrite starts over and --resume goes on: choose one': s.overwrite and s.resume,
         f'--steps does not apply to {s.task}, which counts epochs: --epochs':
             'steps' in given and s.epochs,
@@ -423,23 +419,20 @@ def build(settings):
 
 def make_optimiser(model, settings):
     """AdamW. Weight decay is only for the weights of linear layers: it would pull M to 0."""
-    def ids(parameters):
-        return {id(p) for p in parameters}
-    # A tied output layer is an embedding.
-    decayed = (ids(m.weight for m in model.modules() if isinstance(m, nn.Linear))
-               - ids(m.weight for m in model.modules() if isinstance(m, nn.Embedding)))
-    masks = ids(block.attn.M for block in model.blocks) if settings.mask_lr != 1 else set()
-    learnable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        dict(params=[p for p in learnable if id(p) in decayed],
-             weight_decay=settings.weight_decay, factor=1.),
-        dict(params=[p for p in learnable if id(p) not in decayed | masks],
-             weight_decay=0., factor=1.),
-        dict(params=[p for p in learnable if id(p) in masks],
-             weight_decay=0., factor=settings.mask_lr)]
+    linear = {f'{name}.weight' for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    decayed = dict(params=[], weight_decay=settings.weight_decay, factor=1.)
+    others = dict(params=[], weight_decay=0., factor=1.)
+    masks = dict(params=[], weight_decay=0., factor=settings.mask_lr)
+    # A tied output layer goes by its embedding's name, so it is not decayed.
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            group = decayed if name in linear else others
+            if settings.mask_lr != 1 and name.endswith('.M'):
+                group = masks
+            group['params'].append(p)
+    groups = [group for group in (decayed, others, masks) if group['params']]
     # Fused: 6 % of a step of the small tasks on a CPU (measured).
-    return torch.optim.AdamW([group for group in groups if group['params']], lr=settings.lr,
-                             fused=True)
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
 def learning_rate(step, settings):
@@ -485,7 +478,8 @@ def write(path, save):
             save(temporary)
     # torch.save: RuntimeError on a full disk.
     except (OSError, RuntimeError) as error:
-        raise RunError(f'{path} cannot be written: {str(error).splitlines()[0]}') from None
+        message = str(error).partition('\n')[0]
+        raise RunError(f'{path} cannot be written: {message}') from None
 
 
 def write_text(path, text):
@@ -501,7 +495,7 @@ def write_log(path, log):
 
 
 def read(path, load, advice='start over with --overwrite'):
-    """load(path), or one line that names the file: a damaged one raises almost anything."""
+    """load(path); a RunError that names the file if it is damaged, which raises almost anything."""
     try:
         return load(path)
     except (PermissionError, torch.OutOfMemoryError, UsageError):
@@ -524,7 +518,7 @@ def to_cpu(content):
     return content
 
 
-def data_mark(task):
+def data_fingerprint(task):
     """What tells training data apart: the number of examples and the mean of the probe inputs."""
     return {'training_examples': task.reference.get('training_examples'),
             'probe_mean': task.probe.cpu().double().mean().item()}
@@ -533,7 +527,7 @@ def data_mark(task):
 def save_checkpoint(path, config, task, model, optimiser, generator, step, seconds, log):
     content = dict(model=model.state_dict(), optimiser=optimiser.state_dict(),
                    generator=generator.get_state(), step=step, seconds=seconds, log=log,
-                   run=config | data_mark(task))
+                   run=config | data_fingerprint(task))
     write(path, lambda temporary: torch.save(to_cpu(content), temporary))
 
 
@@ -542,18 +536,18 @@ def load_checkpoint(path, config, settings, task, model, optimiser, generator):
     def load(path):
         saved = torch.load(path, weights_only=True, map_location='cpu')
         check_same_settings(config, saved['run'], path)
-        mark = data_mark(task)
+        now = data_fingerprint(task)
         was = saved['run']['training_examples']
-        moved = abs(saved['run'].get('probe_mean', mark['probe_mean']) - mark['probe_mean'])
-        if was != mark['training_examples'] or moved > 1e-4:
+        difference = abs(saved['run'].get('probe_mean', now['probe_mean']) - now['probe_mean'])
+        if was != now['training_examples'] or difference > 1e-4:
             raise UsageError(f'{path} is from other training data (examples then: {was}, now: '
-                             f'{mark["training_examples"]}): choose a --name, or --overwrite it')
+                             f'{now["training_examples"]}): choose a --name, or --overwrite it')
         model.load_state_dict(saved['model'])
-        names = [set(group) for group in optimiser.param_groups]
+        group_keys = [set(group) for group in optimiser.param_groups]
         optimiser.load_state_dict(saved['optimiser'])
-        if names != [set(group) for group in optimiser.param_groups]:
+        if group_keys != [set(group) for group in optimiser.param_groups]:
             raise ValueError('the optimiser of another version')
-        # Its fused kernel would not look.
+        # The fused kernel does not check shapes.
         for parameter, state in optimiser.state.items():
             if any(m.ndim and m.shape != parameter.shape for m in state.values()):
                 raise ValueError('the optimiser of another model')
@@ -578,16 +572,15 @@ class Progress:
         self.last = time.perf_counter()
 
     def line(self, step, text, seconds):
-        left = f'{seconds / step * (self.steps - step):5.0f} s left' if step else ''
-        print(f'step {step:6d} of {self.steps}  {text}  {left}', flush=True)
+        left = f'  {seconds / step * (self.steps - step):5.0f} s left' if step else ''
+        print(f'step {step:6d} of {self.steps}  {text}{left}', flush=True)
         self.last = time.perf_counter()
 
     def evaluation(self, step, row, seconds):
-        if not step:
-            self.line(step, f'untrained  prior_tv {row["prior_tv"]:.3f}', seconds)
-            return
-        texts = [f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}'
-                 for name in self.metrics]
+        texts = ['untrained']
+        if step:
+            texts = [f'{name} {row[name]:{"7.2%" if "accuracy" in name else ".4f"}}'
+                     for name in self.metrics]
         self.line(step, '  '.join([*texts, f'prior_tv {row["prior_tv"]:.3f}']), seconds)
 
     def batch(self, step, loss, seconds):
@@ -611,7 +604,7 @@ def update(model, optimiser, task, settings, generator, step):
     for group in optimiser.param_groups:
         group['lr'] = learning_rate(step, settings) * group['factor']
     if settings.dropout or settings.drop_path:
-        # Its own for each process, the same after a --resume.
+        # One seed for each process and step, the same after --resume.
         torch.manual_seed(hash((settings.seed, step, rank)) % 2 ** 63)
     x, y = task.batch(generator, settings.batch, step, shard)
     with autocast(settings):
@@ -625,16 +618,16 @@ def update(model, optimiser, task, settings, generator, step):
 
 
 def train(settings, folder, config, task, model, target):
-    """Trains from step 0 or from the checkpoint in `folder`, writes the run's files there, its
-    config.json (`config`) first, and returns the result.
+    """Trains from step 0 or from the checkpoint in `folder`, and returns the result.
 
-    Of several processes each takes its shard of every batch; the first evaluates and writes.
+    Writes config.json (`config`), the log and the checkpoints there. Of several processes each
+    takes its shard of every batch; the first evaluates and writes.
     """
     run_settings = run_config(settings)
     settings = in_steps(settings, task.n_train)
     rank, _ = processes()
     optimiser = make_optimiser(model, settings)
-    # Of the batches, and nothing else.
+    # Draws the batches and nothing else.
     generator = torch.Generator().manual_seed(settings.seed)
     initial = maskprior.prior_weights(model)
     step, seconds, log = 0, 0., []
@@ -643,7 +636,7 @@ def train(settings, folder, config, task, model, target):
         step, seconds, log = load_checkpoint(checkpoint, run_settings, settings, task, model,
                                              optimiser, generator)
     if rank == 0:
-        # Not before the checkpoint is taken.
+        # Only once the checkpoint has been accepted.
         write_json(folder / 'config.json', config)
         write_log(folder / 'log.jsonl', log)
     progress = Progress(task, settings)
@@ -721,11 +714,11 @@ def check_folder(settings):
 def clean_folder(settings):
     """Removes what an earlier run left that this one does not go on with."""
     folder = run_folder(settings)
-    names = ['result.json'] if settings.resume else ['result.json', 'checkpoint.pt', 'log.jsonl']
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    for name in FILES:
-        # Of a save that was killed.
+    # Last to first: the result goes before what it rests on.
+    for name in reversed(FILES):
+        if name != 'config.json' and not settings.resume:
+            (folder / name).unlink(missing_ok=True)
+        # Left by a save that was killed.
         for temporary in folder.glob(f'{name}.*.tmp'):
             temporary.unlink(missing_ok=True)
 
@@ -782,33 +775,34 @@ def run(settings, argv):
         print(f'{settings.task}, --init {settings.init}, seed {settings.seed}, on '
               f'{device_name(settings.device)}{threads}')
     # Refuses bad settings before any file is written.
-    built = build(settings)
-    schedule = in_steps(settings, built[0].n_train)
+    task, model, target = build(settings)
+    schedule = in_steps(settings, task.n_train)
     if schedule.warmup >= schedule.steps and rank == 0:
         print(f'the warm-up of {schedule.warmup} steps is not shorter than the run of '
               f'{schedule.steps}: the full learning rate is not reached')
     if world > 1:
-        # All have read what is there.
+        # No process writes before all have read the folder.
         dist.barrier()
     if rank:
-        train(settings, folder, None, *built)
+        train(settings, folder, None, task, model, target)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with tasks.lock(folder, wait=False):
-                # Since it was asked first: to build takes a while.
+                # Again: another run may have finished while this one was built.
                 if not settings.overwrite and check_folder(settings):
                     raise RunError(f'another run has finished in {folder} meanwhile: nothing is '
                                    'changed')
                 clean_folder(settings)
-                result = train(settings, folder, make_config(settings, argv, world), *built)
+                config = make_config(settings, argv, world)
+                result = train(settings, folder, config, task, model, target)
                 write_json(folder / 'result.json', result)
         except BlockingIOError:
             raise RunError(f'another run is at work in {folder}: choose another --name, or '
                            'wait') from None
-        print('\n'.join(closing_lines(folder, built[0], result)))
+        print('\n'.join(closing_lines(folder, task, result)))
     if world > 1:
-        # torchrun ends all when one ends badly: not before the first has written its result.
+        # torchrun kills all when one fails: the others wait until the first has its result.
         dist.barrier()
         dist.destroy_process_group()
 
@@ -845,9 +839,8 @@ def main(argv=None):
 
 def interruptible(main):
     """main(); meanwhile Ctrl-C is a KeyboardInterrupt, else what it was: a second one ends all."""
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         return main()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -857,7 +850,7 @@ def command(main, script):
     """Runs main(). A refusal becomes one line and the exit code: 2 bad arguments, 1 the rest."""
     training = script == 'train.py'
     try:
-        # Of a terminal that has no Unicode; not of what replaces it and is no file.
+        # For a terminal without Unicode; what stands in for stdout may not have it.
         sys.stdout.reconfigure(errors='backslashreplace')
     except AttributeError:
         pass
