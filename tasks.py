@@ -14,6 +14,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import sys
 import tarfile
 import urllib.request
@@ -42,7 +43,7 @@ class Task:
       distance    the interaction structure, [N, N] or [H, N, N] on the CPU: 0 where query i needs
                   key j, larger the less it does
       probe       fixed training inputs on the device, for prior_tv and for the QK arms
-      n_train     number of training examples
+      n_train     number of training examples (Language: of words)
       device      where the examples are
       reference   what no training can change, for result.json: the MDI's metrics, and
                   training_examples, by which --resume tells another data set
@@ -80,8 +81,8 @@ class Task:
         return {}
 
     def fitted(self, metrics):
-        """Whether the training set is fitted, else nothing can be said about extrapolation; None:
-        the question does not apply."""
+        """Whether the training set is fitted; if not, the unseen tells nothing. None: the question
+        does not apply."""
         return None
 
     def summary(self, result):
@@ -124,9 +125,10 @@ PAPER = {
 BITS = 15
 
 # name: (f on x [S, 15] in {-1, +1}, the bits that it makes interact, the default hole). The first
-# three are the paper's. The other two are ours, chosen by what the exchange of x0 and x1 predicts
+# three are the paper's. The other two are ours, chosen by what exchanging the group's bits predicts
 # for the mask; the predictions were made before the runs:
-#   parity3  (+,+,-) is an exchange of seen inputs: the mask answers -1 there, right; the MDI is +7.
+#   parity3  (+,+,-) is the seen (+,-,+) with two bits exchanged: the mask answers -1, which is
+#            right; the MDI answers +7.
 #   diff2    is not symmetric, yet symmetric on what is seen: the mask answers f(-,+) = -1 on (+,-),
 #            where the truth is +1, and stands at 75 %; the target is linear, so the MDI is right.
 BOOLEAN_TARGETS = {
@@ -165,8 +167,9 @@ def minimum_degree_interpolator(f, hole):
     """The MDI [2^n] of f [2^n], seen outside the hole: its Fourier mass on the lowest degrees.
 
     With K the k bits that the hole fixes, to c, every interpolant is f + 1_hole g, with g a
-    function of the free bits. Its coefficient at K and T (T free bits) is f_KT + g_T 2^-k prod(c).
-    It alone reaches the degree k + |T|, so from the highest degree down each is made zero:
+    function of the free bits. Its coefficient at K and T, a set of free bits, is
+    f_KT + g_T 2^-k prod(c). It alone reaches the degree k + |T|, so from the highest degree down
+    each is made zero:
     g = -2^k prod(c) sum_T f_KT x_T, all of which is 1_hole times the sum of f's monomials that
     contain K.
     (Abbe et al. 2023, Definition 2, solved for a subcube; ours.)
@@ -175,7 +178,7 @@ def minimum_degree_interpolator(f, hole):
     fixed = sum(2 ** i for i, c in enumerate(hole) if c != '*')
     contains = torch.arange(2 ** n) & fixed == fixed
     removed = 2 ** n * fourier(fourier(f) * contains)
-    return f - in_hole(cube(n), hole) * 2 ** bin(fixed).count('1') * removed
+    return f - in_hole(cube(n), hole) * 2 ** (len(hole) - hole.count('*')) * removed
 
 
 def nearest_is_right(prediction, target, values):
@@ -186,6 +189,7 @@ def nearest_is_right(prediction, target, values):
     return ((distance > to_target) | (values == target[:, None])).all(1)
 
 
+# Their meaning: boolean_structure.
 PATTERNS = ('group', 'cross', 'sink', 'chain', 'split')
 
 
@@ -217,7 +221,9 @@ def boolean_structure(bits, pattern='group', heads=1):
 
 
 def mixed_difference(y, seen, *bits):
-    """Whether the mixed difference of y [2^n] over these bits is non-zero anywhere that it is seen.
+    """Whether y's mixed difference over these bits is non-zero where all its inputs are seen.
+
+    y [2^n].
 
     For one bit f(x) - f(x^i), for two f(x) - f(x^i) - f(x^j) + f(x^ij), and so on, where x^i is x
     with bit i flipped. None where no place has all of its inputs seen.
@@ -262,6 +268,8 @@ class Boolean(Task):
         hole = default_hole if hole is None else hole
         self.check(name, bits, hole, prior_bits, pattern, structure)
         self.name = name
+        own_prior = prior_bits is not None or pattern != 'group'
+        self.papers_setup = hole == default_hole and not own_prior
         self.device = device
         x = cube(BITS)
         y = target(x)
@@ -272,9 +280,7 @@ class Boolean(Task):
             tokens = F.pad(tokens, (1, 0), value=2)
         self.fitted_below = 0.01 * y.var(unbiased=False).item()
         self.values = y.unique().to(device)
-        self.y = y.to(device)
-        self.unseen = unseen.to(device)
-        self.tokens = tokens.to(device)
+        self.y, self.unseen, self.tokens = (t.to(device) for t in (y, unseen, tokens))
         self.seen_y = y[~unseen].to(device)
         self.seen_tokens = tokens[~unseen].to(device)
         self.n_train = len(self.seen_y)
@@ -345,20 +351,27 @@ class Boolean(Task):
         assert outputs.shape == (*y.shape, 1), f'outputs {outputs.shape}, targets {y.shape}'
         return (outputs[:, 0] - y).square().mean()
 
+    def accuracy_and_loss(self, prediction, at=slice(None)):
+        """On the inputs `at`: on all, on those seen, and the accuracy on those unseen."""
+        y, unseen = self.y[at], self.unseen[at]
+        right = nearest_is_right(prediction, y, self.values).float()
+        error = (prediction - y).square()
+        return {'accuracy': right.mean().item(),
+                'accuracy_seen': right[~unseen].mean().item(),
+                'accuracy_unseen': right[unseen].mean().item(),
+                'loss': error.mean().item(),
+                'loss_seen': error[~unseen].mean().item(),
+                'loss_unseen': error[unseen].mean().item()}
+
     def measure(self, prediction):
         """The metrics of a function on the cube, [32768]."""
-        right = nearest_is_right(prediction, self.y, self.values).float()
-        error = (prediction - self.y).square()
         coefficients = fourier(prediction.cpu().double())
         named = {'*'.join(f'x{i}' for i in s) or '1': coefficients[sum(2 ** i for i in s)].item()
                  for s in self.monomials}
-        return {'accuracy': right.mean().item(),
-                'accuracy_seen': right[~self.unseen].mean().item(),
-                'accuracy_unseen': right[self.unseen].mean().item(),
-                'loss': error.mean().item(),
-                'loss_seen': error[~self.unseen].mean().item(),
-                'prediction_unseen': prediction[self.unseen].mean().item(),
-                'fourier': named}
+        metrics = self.accuracy_and_loss(prediction)
+        del metrics['loss_unseen']
+        return metrics | {'prediction_unseen': prediction[self.unseen].mean().item(),
+                          'fourier': named}
 
     def evaluate(self, model, quick=False):
         if quick:
@@ -367,34 +380,29 @@ class Boolean(Task):
 
     def evaluate_quick(self, model):
         """From the inputs of quick_inputs(); seen and unseen weighted as on the whole cube."""
-        y, unseen = self.y[self.quick], self.unseen[self.quick]
         prediction = model(self.tokens[self.quick])[:, 0].float()
-        right = nearest_is_right(prediction, y, self.values).float()
-        error = (prediction - y).square()
+        metrics = self.accuracy_and_loss(prediction, self.quick)
         share = self.unseen.float().mean().item()
-        found = {'inputs': len(y)}
-        for name, values in (('accuracy', right), ('loss', error)):
-            on_seen, on_unseen = values[~unseen].mean().item(), values[unseen].mean().item()
-            found[name] = share * on_unseen + (1 - share) * on_seen
-            found[f'{name}_seen'] = on_seen
-            found[f'{name}_unseen'] = on_unseen
-        del found['loss_unseen']
-        return found
+        for name in ('accuracy', 'loss'):
+            metrics[name] = (share * metrics[f'{name}_unseen']
+                             + (1 - share) * metrics[f'{name}_seen'])
+        del metrics['loss_unseen']
+        return {'inputs': len(self.quick)} | metrics
 
     def fitted(self, metrics):
         return metrics['loss_seen'] < self.fitted_below
 
     def summary(self, result):
         """What was learned, beside the minimum-degree interpolator and the paper."""
-        paper = PAPER.get((self.name, result['init']))
-        mdi = {name[4:]: value for name, value in result.items() if name.startswith('mdi_')}
-        target = {'fourier': result['target_fourier']}
-        rows = [('this run', result), ('MDI', mdi), ('target', target)]
-        if paper:
-            rows.append(('paper', paper))
-        # The last monomial is the whole group's.
+        paper = PAPER.get((self.name, result['init'])) if self.papers_setup else None
+        mdi = {name.removeprefix('mdi_'): value for name, value in result.items()
+               if name.startswith('mdi_')}
+        rows = [('this run', result), ('MDI', mdi),
+                ('target', {'fourier': result['target_fourier']})]
+        rows += [('paper', paper)] if paper else []
         shown = list(result['fourier'])
-        shown = shown if len(shown) <= 8 else shown[:7] + shown[-1:]
+        # At most eight; the last monomial is the whole group's.
+        del shown[7:-1]
         header = ('accuracy', 'loss', 'on hole', *shown)
         widths = [max(10, len(name) + 1) for name in header]
         lines = [f'{"":9}' + ''.join(map(str.rjust, header, widths))]
@@ -409,11 +417,11 @@ class Boolean(Task):
     def verdict(self, result):
         if not result['fitted']:
             return 'has not fitted what it saw, so the rest does not count'
-        if result['accuracy_unseen'] >= 0.999:
+        if result['accuracy'] == 1:
             return 'right on the whole cube'
-        if result['accuracy_unseen'] <= result['mdi_accuracy_unseen'] + 0.05:
-            return ('fitted what it saw and is right on the rest only where the minimum-degree '
-                    'interpolator (MDI) is')
+        if abs(result['accuracy_unseen'] - result['mdi_accuracy_unseen']) <= 0.05:
+            return ('fitted what it saw and is right on as much of the rest as the minimum-degree '
+                    'interpolator (MDI)')
         return f'fitted what it saw and is right on {result["accuracy_unseen"]:.0%} of the rest'
 
 
@@ -439,8 +447,8 @@ def arithmetic_text(a, b, sign, n, order='lsb'):
 
 
 def arithmetic_split(n, frac, seed, n_test=10_000):
-    """Training pairs and at most n_test test pairs, each [S, 2]: no pair, and no pair exchanged, is
-    in both.
+    """Training pairs and at most n_test test pairs, each [S, 2]. No test pair is a training pair,
+    in either order of its operands.
 
     `frac` of the 10^2n ordered pairs train. Python's own generator, since the pairs of five digits
     cannot be enumerated.
@@ -460,14 +468,15 @@ def arithmetic_split(n, frac, seed, n_test=10_000):
 def arithmetic_structure(sign, n, heads, order='lsb', without=None):
     """Which tokens each step of the school algorithm needs, bool [H, N, N].
 
-    a_i is the digit of 10^i, and so are b_i, c_i.
+    a_i, b_i, c_i: the digits of 10^i.
     The row that emits c_k:
       addition        needs a_k and b_k in every head but the last ('digits');
       multiplication  needs a_h and b_(k-h) in head h ('digits'); b_j in turn needs a_h and itself
                       there ('products': a_h * b_j);
       either          needs what the carry takes in the last head ('carry'): the previous answer row
                       and itself, or, with order msb, all the lower digits of a and b.
-    Where that names no token, a head needs its own. `without` leaves the rows of one part free.
+    A head for which this names no token needs the row's own. `without` leaves the rows of one part
+    free.
     """
     a = [n - 1 - i for i in range(n)]
     b = [2 * n - i for i in range(n)]
@@ -540,8 +549,8 @@ class Arithmetic(Task):
     def decode(self, model, text):
         """Greedy answers [S, digits] to the questions in text [S, N + 1].
 
-        The answer's places hold anything until they are written: a causal model cannot look. One
-        length for all steps keeps --compile from compiling for each.
+        What stands in the answer's places does not matter: the model is causal. All steps have one
+        length, so --compile compiles once.
         """
         text = text.clone()
         text[:, self.answer_start:] = 0
@@ -617,7 +626,7 @@ def shuffled(n, size, step, seed):
 
 def affine(B, **entries):
     """[B, 3, 3] maps of output to input coordinates in [-1, 1]: the identity but for entries such
-    as xy=[B], x from y."""
+    as xy=[B], x from y, and x1, the shift of x."""
     matrix = torch.eye(3).repeat(B, 1, 1)
     for name, values in entries.items():
         matrix[:, 'xy'.index(name[0]), 'xy1'.index(name[1])] = values
@@ -628,13 +637,13 @@ def uniform(generator, low, high, *shape):
     return low + (high - low) * torch.rand(*shape, generator=generator)
 
 
-def random_box(generator, B, side, low, high, log_aspect, tries, otherwise):
-    """top, left, bottom, right [B, 4], in shares of `side`, of boxes of whole pixels inside.
+def random_box(generator, B, side, min_area, max_area, log_aspect, tries, otherwise):
+    """[B, 4]: boxes of whole pixels inside the image, top, left, bottom, right in shares of `side`.
 
-    Of `tries` areas from low to high, with a log-uniform aspect, the first that fits; else a square
-    of `otherwise` pixels.
+    Of `tries` areas, with a log-uniform aspect, the first that fits; else a square of `otherwise`
+    pixels (0: no box).
     """
-    area = side ** 2 * uniform(generator, low, high, tries, B)
+    area = side ** 2 * uniform(generator, min_area, max_area, tries, B)
     aspect = uniform(generator, -log_aspect, log_aspect, tries, B).exp()
     size = torch.stack([area * aspect, area / aspect], 2).sqrt().round()           # [tries, B, 2]
     size = F.pad(size, (0, 0, 0, 0, 0, 1), value=otherwise)
@@ -647,7 +656,7 @@ def random_box(generator, B, side, low, high, log_aspect, tries, otherwise):
 OPERATIONS = ('rotate', 'shear x', 'shear y', 'translate x', 'translate y', 'brightness',
               'contrast', 'saturation', 'posterize', 'solarize')
 
-# What augment() needs of an image, and how many numbers each is.
+# What is drawn for an image, and how many numbers each is: its index, then for augment() and mix().
 PARAMETERS = {'index': 1, 'geometry': 6, 'brightness': 1, 'contrast': 1, 'saturation': 1,
               'posterize': 1, 'solarize': 1, 'erase': 4, 'share': 1, 'box': 4}
 
@@ -658,7 +667,7 @@ def draw_augmentation(generator, B, side, crop='pad', operations=0, magnitude=9,
     crop: 'pad' shifts by up to an eighth of the side, black beyond the edge; 'resized' is
     torchvision's RandomResizedCrop, 8 to 100 % of the area at an aspect of 3/4 to 4/3. A flip with
     probability 1/2. RandAugment (Cubuk et al. 2019): `operations` of OPERATIONS an image. Erasing
-    (Zhong et al. 2017), with this probability, at torchvision's sizes.
+    (Zhong et al. 2017) at torchvision's sizes; `erasing` is its probability.
     """
     flip = uniform(generator, 0, 1, B).lt(0.5) * -2. + 1
     if crop == 'resized':
@@ -680,9 +689,9 @@ def draw_augmentation(generator, B, side, crop='pad', operations=0, magnitude=9,
 def draw_operations(generator, B, operations, magnitude):
     """RandAugment: its colours, {name: [B]}, and its geometry, [B, 3, 3].
 
-    Sizes and signs are torchvision's, at `magnitude` of 10. Otherwise than there, OPERATIONS lack
-    identity, sharpness, autocontrast and equalize, geometry comes before colour, and what comes
-    in from outside a crop is the image around it.
+    Sizes and signs are torchvision's, at `magnitude` of 10. Unlike torchvision's, OPERATIONS lack
+    identity, sharpness, autocontrast and equalize, geometry comes before colour, and beyond the
+    edge of a crop the image goes on.
     """
     p = {name: torch.ones(B) for name in ('brightness', 'contrast', 'saturation', 'posterize')}
     # From here on an image is inverted: 2 is never.
@@ -692,7 +701,14 @@ def draw_operations(generator, B, operations, magnitude):
         chosen = torch.randint(len(OPERATIONS), (B,), generator=generator)
         amount = (uniform(generator, 0, 1, B).lt(0.5) * 2. - 1) * magnitude / 10
         amounts = {name: (chosen == i) * amount for i, name in enumerate(OPERATIONS)}
-        geometry = geometry @ operation_geometry(amounts, B)
+        angle = math.radians(30) * amounts['rotate']
+        # A shear keeps the upper left corner, at (-1, -1).
+        across, down = 0.3 * amounts['shear x'], 0.3 * amounts['shear y']
+        right, below = (300 / 331 * amounts[f'translate {axis}'] for axis in 'xy')
+        # At most one operation an image is not the identity, so the entries add up.
+        geometry = geometry @ affine(
+            B, xx=angle.cos(), xy=across - angle.sin(), x1=across + right,
+            yx=down + angle.sin(), yy=angle.cos(), y1=down + below)
         for name in ('brightness', 'contrast', 'saturation'):
             p[name] = p[name] * (1 + 0.9 * amounts[name])
         # The step in grey values: up to 4 of 8 bits go.
@@ -703,24 +719,11 @@ def draw_operations(generator, B, operations, magnitude):
     return p, geometry
 
 
-def operation_geometry(amounts, B):
-    """[B, 3, 3]: RandAugment's rotation, shears and translations; one an image is not 0."""
-    angle = math.radians(30) * amounts['rotate']
-    rotate = affine(B, xx=angle.cos(), xy=-angle.sin(), yx=angle.sin(), yy=angle.cos())
-    # The upper left corner, at (-1, -1), stays.
-    across, down = 0.3 * amounts['shear x'], 0.3 * amounts['shear y']
-    shear_x = affine(B, xy=across, x1=across)
-    shear_y = affine(B, yx=down, y1=down)
-    shift = 300 / 331
-    translate = affine(B, x1=shift * amounts['translate x'], y1=shift * amounts['translate y'])
-    return rotate @ shear_x @ shear_y @ translate
-
-
 def draw_mix(generator, B, mixup, cutmix):
     """What mix() needs: each image's share of itself, [B], and the box of its partner's, [B, 4].
 
-    mixup, cutmix: the alpha of Beta(alpha, alpha), from which a batch's share is drawn, 0 for
-    without. Both: one of them at random. A box of zeros is none.
+    mixup, cutmix: the alpha of Beta(alpha, alpha), from which a batch's share is drawn; 0 turns it
+    off. With both on, each batch gets one, at random. A box of zeros is none.
     """
     dice = random.Random(int(torch.randint(2 ** 62, (1,), generator=generator)))
     cut = cutmix and (not mixup or dice.random() < 0.5)
@@ -728,7 +731,7 @@ def draw_mix(generator, B, mixup, cutmix):
     share, box = 1., [0.] * 4
     if alpha:
         share = dice.betavariate(alpha, alpha)
-    if alpha and cut:
+    if cut:
         half = math.sqrt(1 - share) / 2
         centre = dice.random(), dice.random()
         box = [max(0., c - half) for c in centre] + [min(1., c + half) for c in centre]
@@ -744,7 +747,7 @@ def box_mask(box, h, w):
     return ((y > top * h) & (y < bottom * h) & (x > left * w) & (x < right * w))[:, None]
 
 
-def grey_of(x):
+def to_grayscale(x):
     """[B, 3, h, w] -> [B, 1, h, w]: luma."""
     red, green, blue = x.split(1, 1)
     return 0.299 * red + 0.587 * green + 0.114 * blue
@@ -763,8 +766,8 @@ def augment(x, p, side, mean, std):
     grid = F.affine_grid(geometry, (len(x), 3, side, side), align_corners=False)
     x = F.grid_sample(x.float() / 255, grid, align_corners=False)
     x = (x * per_image('brightness')).clamp(0, 1)
-    x = blend(x, grey_of(x).mean((2, 3), keepdim=True), per_image('contrast'))
-    x = blend(x, grey_of(x), per_image('saturation'))
+    x = blend(x, to_grayscale(x).mean((2, 3), keepdim=True), per_image('contrast'))
+    x = blend(x, to_grayscale(x), per_image('saturation'))
     step = per_image('posterize')
     x = torch.where(step > 1, ((x * 255).round() / step).floor() * step / 255, x)
     x = torch.where(x >= per_image('solarize'), 1 - x, x)
@@ -795,9 +798,8 @@ def locality(rows, cols, heads=0):
     offset = place[None] - place[:, None]                                # [N, N, 2], query to key
     if not heads:
         return 4. * (offset.abs().amax(-1) > 1)
-    shifts = [torch.tensor(SHIFTS[h % len(SHIFTS)]) for h in range(heads)]
-    return torch.stack([(offset - shift).square().sum(-1).clamp(max=9).float()
-                        for shift in shifts])
+    shifts = torch.tensor(SHIFTS)[torch.arange(heads) % len(SHIFTS)]
+    return (offset - shifts[:, None, None]).square().sum(-1).clamp(max=9).float()
 
 
 class Images(Task):
@@ -835,18 +837,15 @@ class Images(Task):
         # No more at a time than a step trains on, which takes more memory for each.
         self.eval_batch = batch
         self.n_train = len(y)
-        self.x = x.to(device)
-        self.y = y.to(device)
-        self.test_x = test_x.to(device)
-        self.test_y = test_y.to(device)
-        self.mean = torch.tensor(mean).view(3, 1, 1).to(device)
-        self.std = torch.tensor(std).view(3, 1, 1).to(device)
+        self.x, self.y = x.to(device), y.to(device)
+        self.test_x, self.test_y = test_x.to(device), test_y.to(device)
+        self.mean, self.std = (torch.tensor(t).view(3, 1, 1).to(device) for t in (mean, std))
         # In a random order, since ImageNet's files are in the order of the classes.
-        self.train_subset = permutation(len(y), 0, 0)[:2000].to(device)
+        self.train_indices = permutation(len(y), 0, 0)[:2000].to(device)
         grid = (side // patch, side // patch)
         # 256, or as many as have no more patches together than 256 images of CIFAR.
         n_probe = min(256, max(1, 256 * 64 // math.prod(grid)))
-        self.probe = self.normalised(self.x[self.train_subset[:n_probe]])
+        self.probe = self.normalised(self.x[self.train_indices[:n_probe]])
         self.reference = {'training_examples': len(y)}
         self.distance = locality(*grid, heads if per_head else 0)
         if pool == 'cls':
@@ -892,8 +891,8 @@ class Images(Task):
     def evaluate(self, model, quick=False):
         chunks = self.test_x.split(self.eval_batch)
         accuracy, loss = self.score(model, chunks, self.test_y)
-        chunks = (self.x[i] for i in self.train_subset.split(self.eval_batch))
-        accuracy_seen, loss_seen = self.score(model, chunks, self.y[self.train_subset])
+        chunks = (self.x[i] for i in self.train_indices.split(self.eval_batch))
+        accuracy_seen, loss_seen = self.score(model, chunks, self.y[self.train_indices])
         return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': accuracy_seen,
                 'loss_seen': loss_seen}
 
@@ -921,10 +920,7 @@ EVAL_BATCH = 64
 
 def wikitext_words(text):
     """The words as they come, and <eos> after each line."""
-    if not text:
-        return []
-    lines = text.removesuffix('\n').split('\n')
-    return [word for line in lines for word in (*line.split(), '<eos>')]
+    return [word for line in io.StringIO(text) for word in (*line.split(), '<eos>')]
 
 
 def story_words(text):
@@ -952,16 +948,16 @@ def corpus(name, data_dir):
     # {word: its place in the order of appearance}
     word_ids = {}
 
-    def number(words):
-        # At once: 2 GB of stories are too many str.
+    def to_ids(words):
+        # A tensor a story: all words as str would not fit in memory.
         return torch.tensor([word_ids.setdefault(word, len(word_ids)) for word in words],
                             dtype=torch.int32)
     if name == 'wikitext2':
-        splits = {split: [number(wikitext_words(read_text(path.with_stem(split))))]
+        splits = {split: [to_ids(wikitext_words(read_text(path.with_stem(split))))]
                   for split in ('train', 'valid', 'test')}
     else:
-        stories = [number(story) for story in story_words(read_text(path))]
-        # 200,000 words say enough.
+        stories = [to_ids(story) for story in story_words(read_text(path))]
+        # 1,000 stories, some 200,000 words, are enough.
         n_holdout = min(max(1, len(stories) // 20), 1000)
         splits = {'train': stories[:-2 * n_holdout], 'valid': stories[-2 * n_holdout:-n_holdout],
                   'test': stories[-n_holdout:]}
@@ -976,8 +972,8 @@ def corpus(name, data_dir):
     vocabulary = [words[i] for i in order if count[i]]
     rare = [word for word in ('<unk>', '<eos>') if word not in vocabulary[:size - 1]]
     vocabulary = rare + vocabulary[:size - len(rare)]
-    place = {word: i for i, word in enumerate(vocabulary)}
-    ids = torch.tensor([place.get(word, place['<unk>']) for word in words])
+    index_of = {word: i for i, word in enumerate(vocabulary)}
+    ids = torch.tensor([index_of.get(word, index_of['<unk>']) for word in words])
     return {split: ids[text] for split, text in splits.items()}, vocabulary
 
 
@@ -1035,15 +1031,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # With create_graph it would be wrong without a word.
+        # With create_graph the second derivative would be silently wrong.
         if torch.is_grad_enabled():
             raise RuntimeError('the cross-entropy in chunks has no second derivative')
         grad_x, grad_W, n = ctx.saved_tensors
         return grad_x * (grad / n), grad_W * (grad / n), None, None, None
 
 
-def total_loss(mean_loss, ids, start, N, batch):
-    """Sum of -log p over the words in ids [S], each predicted once, from at most N words before it.
+def text_loss(mean_loss, ids, start, N, batch):
+    """Mean of -log p over the words in ids [S], each predicted once, from at most N words before.
 
     mean_loss(x, y) of windows x [B, N]; `start` stands before the first word; the last, short
     window counts like any other.
@@ -1057,7 +1053,7 @@ def total_loss(mean_loss, ids, start, N, batch):
         total += loss.item() * (chunk.stop - chunk.start)
     if whole < len(ids):
         total += mean_loss(inputs[None, whole:], ids[None, whole:]).item() * (len(ids) - whole)
-    return total
+    return total / len(ids)
 
 
 class Language(Task):
@@ -1108,8 +1104,7 @@ class Language(Task):
         return model(x, cross_entropy)
 
     def mean_loss(self, model, ids, N):
-        total = total_loss(partial(self.loss, model), ids, self.start, N, EVAL_BATCH)
-        return total / len(ids)
+        return text_loss(partial(self.loss, model), ids, self.start, N, EVAL_BATCH)
 
     def perplexity(self, model, split, N):
         # NaN stays NaN.
@@ -1180,25 +1175,19 @@ TORONTO = 'https://www.cs.toronto.edu/~kriz'
 STORIES = 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main'
 WIKITEXT = ('https://raw.githubusercontent.com/pytorch/examples/main/'
             'word_language_model/data/wikitext-2')
-# name: [(address, file in data_dir, size in bytes, md5), ...]; None where no one publishes them.
+# name: [(where, file in data_dir, size in bytes, md5), ...]; None where no one publishes them.
 DOWNLOADS = {
-    'cifar10': [(f'{TORONTO}/cifar-10-python.tar.gz', 'cifar-10-python.tar.gz', 170498071,
-                 'c58f30108f718f92721af3b95e74349a')],
-    'cifar100': [(f'{TORONTO}/cifar-100-python.tar.gz', 'cifar-100-python.tar.gz', 169001437,
-                  'eb9058c3a382ffc7106e4002c42a8d85')],
-    'wikitext2': [(f'{WIKITEXT}/train.txt', 'wikitext-2/train.txt', 10797148,
-                   '34a77ebe59551b3a3b3d8c0a2797c976'),
-                  (f'{WIKITEXT}/valid.txt', 'wikitext-2/valid.txt', 1121681,
-                   'd756d22ab2310e7e60c094bea5c5a8eb'),
-                  (f'{WIKITEXT}/test.txt', 'wikitext-2/test.txt', 1256449,
-                   '781c9418ab9414bd09e4aad825aae752')],
-    'tinystories': [(f'{STORIES}/TinyStories-train.txt', 'tinystories/TinyStories-train.txt', None,
-                     None)],
+    'cifar10': [
+        (TORONTO, 'cifar-10-python.tar.gz', 170498071, 'c58f30108f718f92721af3b95e74349a')],
+    'cifar100': [
+        (TORONTO, 'cifar-100-python.tar.gz', 169001437, 'eb9058c3a382ffc7106e4002c42a8d85')],
+    'wikitext2': [
+        (WIKITEXT, 'wikitext-2/train.txt', 10797148, '34a77ebe59551b3a3b3d8c0a2797c976'),
+        (WIKITEXT, 'wikitext-2/valid.txt', 1121681, 'd756d22ab2310e7e60c094bea5c5a8eb'),
+        (WIKITEXT, 'wikitext-2/test.txt', 1256449, '781c9418ab9414bd09e4aad825aae752')],
+    'tinystories': [(STORIES, 'tinystories/TinyStories-train.txt', None, None)],
 }
-
-
-def default_data_dir():
-    return os.environ.get('MASKPRIOR_DATA') or 'data'
+DATA_DIR = os.environ.get('MASKPRIOR_DATA') or 'data'
 
 
 def find_dataset(name, data_dir):
@@ -1210,7 +1199,8 @@ def find_dataset(name, data_dir):
     if Path(data_dir).is_dir():
         # One that may not be read looks empty to glob.
         os.listdir(data_dir)
-    how = (f'python tasks.py download {name} --data-dir {data_dir}' if name in DOWNLOADS else
+    quoted = shlex.quote(str(data_dir))
+    how = (f'python tasks.py download {name} --data-dir {quoted}' if name in DOWNLOADS else
            'ImageNet has to be fetched from image-net.org by hand; its class folders go to '
            'imagenet100/train/<WordNet id>/*.JPEG and imagenet100/val/<WordNet id>/*.JPEG, those '
            'named in imagenet100_classes.txt if that is there')
@@ -1256,36 +1246,27 @@ def read_text(path):
     except FileNotFoundError:
         raise DataError(f'{path} is missing: download its data set again') from None
     except UnicodeDecodeError as error:
-        raise DataError(f'{path} is not UTF-8 text ({error}): download it again') from None
+        raise DataError(f'{path} is not UTF-8 text ({error}): replace it') from None
 
 
-class PickledArray:
-    """Stands in for numpy's ndarray in a CIFAR pickle: notes its shape and bytes."""
+class NumpyStandIn:
+    """Stands in for numpy's ndarray and its dtype, which may only be uint8: notes its state."""
 
-    def __setstate__(self, state):
-        _, self.shape, _, by_columns, self.bytes = state
-        if by_columns:
-            raise pickle.UnpicklingError('an array stored by columns')
-
-
-class PickledType:
-    """Stands in for numpy's dtype: only uint8."""
-
-    def __init__(self, kind, *_):
-        if kind not in ('u1', b'u1', 'uint8', b'uint8'):
+    def __init__(self, kind='u1', *_):
+        if kind not in ('u1', b'u1'):
             raise pickle.UnpicklingError(f'an array of type {kind!r}')
 
     def __setstate__(self, state):
-        pass
+        self.state = state
 
 
 class CifarUnpickler(pickle.Unpickler):
     """Runs no code of the file: any name but those of numpy's arrays is refused."""
 
     STAND_INS = {
-        ('multiarray', '_reconstruct'): lambda *_: PickledArray(),
-        ('numpy', 'ndarray'): PickledArray,
-        ('numpy', 'dtype'): PickledType,
+        ('multiarray', '_reconstruct'): lambda *_: NumpyStandIn(),
+        ('numpy', 'ndarray'): NumpyStandIn,
+        ('numpy', 'dtype'): NumpyStandIn,
         ('_codecs', 'encode'): lambda text, _: text.encode('latin1'),
     }
 
@@ -1301,8 +1282,11 @@ def unpickle(data):
     content = CifarUnpickler(io.BytesIO(data), encoding='bytes').load()
     found = {}
     for key, value in content.items():
-        if isinstance(value, PickledArray):
-            value = torch.frombuffer(bytearray(value.bytes), dtype=torch.uint8).view(value.shape)
+        if isinstance(value, NumpyStandIn):
+            _, shape, _, by_columns, pixels = value.state
+            if by_columns:
+                raise pickle.UnpicklingError('an array stored by columns')
+            value = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(shape)
         found[key.decode() if isinstance(key, bytes) else key] = value
     return found
 
@@ -1320,24 +1304,24 @@ def cifar_files(name, data_dir):
                 if not (member.isfile() or member.isdir()) or '..' in parts or parts[:1] == ('/',):
                     raise DataError(f'{where} holds {member.name}, which no official archive does')
                 if member.isfile():
-                    files[parts[-1]] = tar.extractfile(member).read()
+                    files[PurePosixPath(member.name).name] = tar.extractfile(member).read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f'{where} cannot be read ({str(error).splitlines()[0]}): download it '
-                        'again') from None
+        reason = str(error).partition('\n')[0]
+        raise DataError(f'{where} cannot be read ({reason}): download it again') from None
     return where, files
 
 
-def read_cifar_binary(content, path, fine):
-    """Images [S, 3072] and labels of records: a coarse label (if `fine`), a label, 3072 pixels."""
+def read_cifar_binary(content, path, n_coarse):
+    """Images [S, 3072] and labels of records: n_coarse coarse labels, a label, 3072 pixels."""
     record = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if len(record) % (3073 + fine):
+    if len(record) % (3073 + n_coarse):
         raise DataError(f'{path} is cut off: {len(record)} bytes are no whole number of records')
-    record = record.view(-1, 3073 + fine)
-    return record[:, 1 + fine:], record[:, fine].long(), 5
+    record = record.view(-1, 3073 + n_coarse)
+    return record[:, 1 + n_coarse:], record[:, n_coarse].long()
 
 
 def read_cifar_pickle(content, path, name):
-    """Images [S, 3072], labels, and the number of training batches that the file says there are."""
+    """Images [S, 3072] and labels."""
     try:
         content = unpickle(content)
         images = content['data']
@@ -1348,16 +1332,15 @@ def read_cifar_pickle(content, path, name):
     # A damaged pickle raises almost anything.
     except Exception as error:
         raise DataError(f'{path} is no CIFAR batch ({error}): download {name} again') from None
-    found = re.search(r'training batch \d+ of (\d+)', str(content.get('batch_label')))
-    return images, labels, int(found[1]) if found else 5
+    return images, labels
 
 
 def cifar(name, data_dir):
     """((images, labels), (images, labels)), train and test: uint8 [S, 3, 32, 32], int64 [S]."""
     where, files = cifar_files(name, data_dir)
     binary = any(file.endswith('.bin') for file in files)
-    # Records begin with a coarse label.
-    fine = int(name == 'cifar100')
+    # CIFAR-100's records begin with one.
+    n_coarse = int(name == 'cifar100')
 
     def read(file):
         file += '.bin' if binary else ''
@@ -1366,27 +1349,30 @@ def cifar(name, data_dir):
             raise DataError(f'{path} is {"empty" if file in files else "missing"}: remove {where} '
                             f'and download {name} again')
         if binary:
-            images, labels, batches = read_cifar_binary(files[file], path, fine)
+            images, labels = read_cifar_binary(files[file], path, n_coarse)
         else:
-            images, labels, batches = read_cifar_pickle(files[file], path, name)
+            images, labels = read_cifar_pickle(files[file], path, name)
         if images.shape != (len(labels), 3072):
             raise DataError(f'{path} holds {len(labels)} labels for images of shape '
                             f'{tuple(images.shape)}')
         if not len(labels) or labels.min() < 0 or labels.max() >= IMAGES[name][0]:
             raise DataError(f'{path} has no images, or labels beyond the {IMAGES[name][0]} classes')
-        return images.view(-1, 3, 32, 32), labels, batches
+        return images.view(-1, 3, 32, 32), labels
 
-    if fine:
-        return read('train')[:2], read('test')[:2]
-    batches = [read('data_batch_1')]
-    batches += [read(f'data_batch_{i}') for i in range(2, batches[0][2] + 1)]
-    images = torch.cat([batch[0] for batch in batches])
-    labels = torch.cat([batch[1] for batch in batches])
-    return (images, labels), read('test_batch')[:2]
+    if name == 'cifar100':
+        return read('train'), read('test')
+    # A pickle says how many batches there are.
+    said = re.search(rb'training batch \d+ of (\d+)', files.get('data_batch_1') or b'')
+    batches = [read(f'data_batch_{i + 1}') for i in range(int(said[1]) if said else 5)]
+    images, labels = map(torch.cat, zip(*batches))
+    return (images, labels), read('test_batch')
 
 
 def image_files(root, split, classes):
-    """{class: [files]} of root/split/<class>/ that hold an image, sorted; `classes` None: all."""
+    """{class: [its .jpeg and .jpg files]}, sorted, of root/split/<class>/.
+
+    A class without any is left out, and one that is not in `classes`, unless that is None.
+    """
     found = {}
     for folder in sorted((root / split).glob('*')):
         asked = classes is None or folder.name in classes
@@ -1460,9 +1446,9 @@ def imagenet100(data_dir, side, cache):
     splits = []
     for split in ('train', 'val'):
         files = [file for name in names for file in found[split][name]]
-        labels = [names.index(file.parent.name) for file in files]
+        labels = [i for i, name in enumerate(names) for _ in found[split][name]]
         splits.append((decode_images(files, side, cache), torch.tensor(labels)))
-    return tuple(splits)
+    return splits
 
 
 def download(address, path, size, md5):
@@ -1487,8 +1473,9 @@ def download(address, path, size, md5):
                           flush=True)
             print(f'  md5 {digest.hexdigest()}')
             if (expected and got != expected) or (md5 and digest.hexdigest() != md5):
-                raise DataError(f'{address}: got {got} bytes with md5 {digest.hexdigest()}, '
-                                f'expected {expected} with {md5}: nothing is kept')
+                wanted = f', not {md5}' if md5 else ''
+                raise DataError(f'{address}: got {got} of {expected} bytes, md5 '
+                                f'{digest.hexdigest()}{wanted}: nothing is kept')
     # No network, no space, no such page.
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f'{address} cannot be fetched to {path}: {error}') from None
@@ -1500,11 +1487,12 @@ def main(argv=None):
         description='Fetches a data set: python tasks.py download cifar10')
     parser.add_argument('command', choices=['download'])
     parser.add_argument('name', choices=sorted(DOWNLOADS))
-    parser.add_argument('--data-dir', default=default_data_dir(),
+    parser.add_argument('--data-dir', default=DATA_DIR,
                         help='folder to put it in (default %(default)s)')
     args = parser.parse_args(argv)
-    for address, file, size, md5 in DOWNLOADS[args.name]:
-        download(address, Path(args.data_dir) / file, size, md5)
+    for where, file, size, md5 in DOWNLOADS[args.name]:
+        path = Path(args.data_dir) / file
+        download(f'{where}/{path.name}', path, size, md5)
 
 
 if __name__ == '__main__':

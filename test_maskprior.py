@@ -911,17 +911,17 @@ MD5 = hashlib.md5(DATA_FILE).hexdigest()
 def test_a_download_is_checked_and_kept_and_a_damaged_file_fetched_again(
         tmp_path, monkeypatch, capsys, before, source, size, md5, says):
     (tmp_path / 'x').write_bytes(DATA_FILE)
-    address = (tmp_path / source).as_uri()
-    monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(address, 'data/y', size, md5)])
+    where = tmp_path.as_uri()
+    monkeypatch.setitem(tasks.DOWNLOADS, 'cifar10', [(where, f'data/{source}', size, md5)])
     (tmp_path / 'data').mkdir()
     if before is not None:
-        (tmp_path / 'data' / 'y').write_bytes(DATA_FILE[:before])
+        (tmp_path / 'data' / source).write_bytes(DATA_FILE[:before])
     argv = ['download', 'cifar10', '--data-dir', str(tmp_path)]
     failed = train.command(lambda: tasks.main(argv), 'tasks.py')
     captured = capsys.readouterr()
     assert says in (captured.err if failed else captured.out)
     kept = {path.name: path.read_bytes() for path in (tmp_path / 'data').iterdir()}
-    assert kept == ({} if failed else {'y': DATA_FILE})
+    assert kept == ({} if failed else {source: DATA_FILE})
 
 
 @pytest.mark.parametrize('task, says', [('imagenet100', 'image-net.org'), *[
@@ -1317,9 +1317,9 @@ def test_every_word_is_predicted_once_and_counts_once_in_any_window_and_batch(N,
     def mean_loss(x, y):
         seen.extend(zip(x.flatten().tolist(), y.flatten().tolist()))
         return losses[y - 10].mean()
-    total = tasks.total_loss(mean_loss, torch.arange(10, 14), 9, N, batch)
+    loss = tasks.text_loss(mean_loss, torch.arange(10, 14), 9, N, batch)
     # 7.389
-    assert math.exp(total / 4) == pytest.approx(math.exp(2), rel=1e-6)
+    assert math.exp(loss) == pytest.approx(math.exp(2), rel=1e-6)
     assert seen == [(i - 1, i) for i in range(10, 14)]
 
 
@@ -1827,9 +1827,10 @@ def test_output_goes_through_a_terminal_without_unicode(monkeypatch):
     assert terminal.buffer.getvalue() == b'caf\\xe9\n'
 
 
-def test_an_empty_variable_is_no_folder_of_data(monkeypatch):
-    monkeypatch.setenv('MASKPRIOR_DATA', '')
-    assert tasks.default_data_dir() == 'data'
+def test_an_empty_variable_is_no_folder_of_data():
+    shown = subprocess.run([sys.executable, '-c', 'import tasks; print(tasks.DATA_DIR)'], cwd=HERE,
+                           env=dict(os.environ, MASKPRIOR_DATA=''), capture_output=True, text=True)
+    assert shown.stdout == 'data\n'
 
 
 def test_no_compiler_is_one_line(tmp_path):
@@ -2345,16 +2346,16 @@ def run_all(folder, *arguments, **environment):
 def test_run_all_trains_what_is_not_finished_and_ends_with_the_tables(tmp_path):
     stand_in(tmp_path)
     done = run_all(tmp_path, 'quick', 'boolean')
-    assert done.returncode == 0 and '16 runs to do, 2 at once on cpu' in done.stdout
-    assert '[16 of 16' in done.stdout and done.stdout.endswith('table --runs runs/quick\n')
+    assert done.returncode == 0 and '18 runs to do, 2 at once on cpu' in done.stdout
+    assert '[18 of 18' in done.stdout and done.stdout.endswith('table --runs runs/quick\n')
     asked = (tmp_path / 'asked').read_text().splitlines()
-    assert len(asked) == len(set(asked)) == 16
+    assert len(asked) == len(set(asked)) == 18
     (tmp_path / 'runs/quick/boolean/maj3-mask-s0/result.json').unlink()
     # Of other arguments, so not this row's.
     config = tmp_path / 'runs/quick/boolean/maj3-default-s0/config.json'
     config.write_text(config.read_text().replace('maj3', 'maj4'))
     run_all(tmp_path, 'quick', 'boolean')
-    again = (tmp_path / 'asked').read_text().splitlines()[16:]
+    again = (tmp_path / 'asked').read_text().splitlines()[18:]
     assert {line.split('--name ')[1].split()[0] for line in again} == {
         'boolean/maj3-mask-s0', 'boolean/maj3-default-s0'}
 
@@ -2371,6 +2372,7 @@ def test_run_all_stops_at_a_failing_run_and_names_it(tmp_path):
 @pytest.mark.parametrize('arguments, environment, code, message', [
     (['booleans'], {}, 2, "no section 'booleans'"),
     (['boolean'], {'DEVICE': 'nvidia'}, 2, '--device nvidia'),
+    (['quick', 'ablations'], {}, 2, 'quick has no ablations'),
     (['quick', 'language'], {}, 1, 'left out, no data'),
 ])
 def test_run_all_refuses_in_one_line(tmp_path, arguments, environment, code, message):

@@ -143,7 +143,7 @@ class Settings:
     device: str = setting('auto', 'cuda, cuda:1, mps, cpu; auto: the first that is there')
     threads: int = setting(0, "on a CPU; 0: one for the Boolean tasks, else torch's number",
                            'from 0 to 1024')
-    data_dir: str = setting(tasks.default_data_dir(), 'data sets; or MASKPRIOR_DATA', only=DATA)
+    data_dir: str = setting(tasks.DATA_DIR, 'data sets; or MASKPRIOR_DATA', only=DATA)
     cache: str = setting('cache', 'folder for decoded images', only=Images)
     out: str = setting('runs', 'folder of the runs')
     name: str = setting(None, "the run's folder in there; default TASK-INIT-sSEED")

@@ -5,7 +5,7 @@
 Recorded is what figures.py draws: maps from before and after training and, of parity2, at the steps
 of SNAPSHOTS, for which its first steps are trained again. The runs, made by run_all.sh:
 runs/boolean/parity2-{default,qk-svd,qk-opt,mask}-s0, interventions/cyclic3-{qk-svd,qk-opt,mask}-s0,
-images/cifar10-{mask,impulse}-s0, language/wikitext2-mask-s0. Those of add3 are short: train.py
+images/cifar10-mask-s0, language/wikitext2-mask-s0. Those of add3 are short: train.py
 --task add3 --frac 0.001 --steps 400 --eval-every 400 --init INIT, for default, qk-svd and mask.
 """
 import argparse
@@ -18,14 +18,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import tasks
 import torch
-from torch import nn
 
 import maskprior
 import train
 from tasks import Arithmetic, Boolean, Images, Language, UsageError
 from train import RunError
 
-from records import parse_json
+from records import read_json
 
 # Steps whose attention is recorded, beside the first and the last.
 SNAPSHOTS = {'parity2': (20, 100)}
@@ -35,7 +34,7 @@ WORDS = 16
 
 # ------------------------------------------------------------------------------ reading a run
 
-def read_run(folder):
+def load_run(folder):
     """(settings, content of the checkpoint) of a run's folder."""
     if not (folder / 'config.json').exists():
         raise UsageError(f'{folder} is no run of train.py: it holds no config.json')
@@ -57,9 +56,13 @@ def load_model(settings, checkpoint, folder):
         # Their weights are in the checkpoint: no need to make them once more.
         settings = replace(settings, init='default')
     task, model, _ = train.build(settings)
+    load_weights(model, checkpoint, folder)
+    return task, model
+
+
+def load_weights(model, checkpoint, folder):
     train.read(folder / 'checkpoint.pt', lambda _: model.load_state_dict(checkpoint['model']),
                'it is of another train.py')
-    return task, model
 
 
 @torch.no_grad()
@@ -94,7 +97,7 @@ def shown_inputs(task):
 
 
 def on_grid(maps, task):
-    """Of maps [..., N, N] of images what the patch in the middle sees: [..., rows, columns]."""
+    """What the patch in the middle sees: maps [..., N, N] -> [..., rows, columns]."""
     rows, columns = task.model['grid']
     patches = maps[..., -rows * columns:, -rows * columns:]
     return patches[..., rows // 2 * columns + columns // 2, :].unflatten(-1, (rows, columns))
@@ -103,22 +106,12 @@ def on_grid(maps, task):
 # ----------------------------------------------------------------------- maps for the figures
 
 def replay(settings, task, model, optimiser):
-    """Trains as train.train does: yields each step when its gradient is there, before the update.
-    """
+    """Trains as train.train does; yields each step before it is made."""
     generator = torch.Generator().manual_seed(settings.seed)
     model.train()
     for step in range(settings.steps):
-        for group in optimiser.param_groups:
-            group['lr'] = train.learning_rate(step, settings) * group.get('factor', 1)
-        x, y = task.batch(generator, settings.batch, step)
-        with train.autocast(settings):
-            loss = task.loss(model, x, y)
-        optimiser.zero_grad()
-        loss.backward()
         yield step
-        if settings.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimiser.step()
+        train.update(model, optimiser, task, settings, generator, step)
 
 
 def snapshot(settings, task, model, target):
@@ -156,30 +149,41 @@ def labels_of(task, target):
 
 
 def to_list(t):
-    """A tensor as nested lists, of three digits."""
+    """A tensor as nested lists, rounded to three decimals."""
     return (t.double() * 1000).round().div(1000).tolist()
 
 
 def record(folder):
     """The entry of attention.json of a finished run: before, after, and SNAPSHOTS between."""
-    settings, checkpoint = read_run(folder)
+    settings, checkpoint = load_run(folder)
     task, model, target = train.build(settings)
-    wanted = (0, *SNAPSHOTS.get(settings.task, ()))
-    found = []
+    if isinstance(task, Language) and settings.init != 'mask':
+        raise UsageError(f'{folder} has no M, whose bias is what is recorded of language')
     schedule = train.in_steps(settings, task.n_train)
+    wanted = [step for step in (0, *SNAPSHOTS.get(settings.task, ())) if step < schedule.steps]
+    found = []
     for step in replay(schedule, task, model, train.make_optimiser(model, schedule)):
         if step in wanted:
             found.append(snapshot(settings, task, model.eval(), target))
             model.train()
         if step == wanted[-1]:
             break
-    model.load_state_dict(checkpoint['model'])
+    load_weights(model, checkpoint, folder)
     found.append(snapshot(settings, task, model.eval(), target))
     config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
     maps = {what: [to_list(of_step[what]) for of_step in found] for what in found[0]}
-    return dict(task=settings.task, init=settings.init, command=config['command'],
-                commit=config['commit'], step=[*wanted, checkpoint['step']]) | maps | labels_of(
-                    task, target)
+    entry = dict(task=settings.task, init=settings.init, seed=settings.seed,
+                 command=config['command'], commit=config['commit'],
+                 step=[*wanted, checkpoint['step']])
+    return entry | maps | labels_of(task, target)
+
+
+def read_entries(path):
+    """{name: entry} of attention.json; {} where there is none."""
+    entries = read_json(path) if path.exists() else {}
+    if not isinstance(entries, dict):
+        raise RunError(f'{path} is damaged: take it from git again')
+    return entries
 
 
 def record_all(folders, path):
@@ -187,13 +191,15 @@ def record_all(folders, path):
     for folder in folders:
         if not (folder / 'result.json').exists():
             raise RunError(f'{folder} is no finished run: no result.json in it')
-    new = {folder.resolve().name: record(folder) for folder in folders}
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise UsageError('two of the runs have one name')
+    # Before the work.
+    read_entries(path)
+    new = {name: record(folder) for name, folder in zip(names, folders)}
     # Another process that records waits until this one has.
     with tasks.lock(path.parent):
-        entries = {}
-        if path.exists():
-            entries = parse_json(path.read_text(encoding='utf-8'), path)
-        entries |= new
+        entries = read_entries(path) | new
         lines = [f'{json.dumps(name)}: {json.dumps(entries[name], separators=(",", ":"))}'
                  for name in sorted(entries)]
         train.write_text(path, '{\n' + ',\n'.join(lines) + '\n}\n')

@@ -40,7 +40,7 @@ from report import speed
 TASKS = ('parity2', 'maj3', 'cyclic3', 'add3', 'mul3', 'cifar10', 'wikitext2', 'tinystories')
 # B, N, D, H of the attention alone: those of the recipes, and of a ViT-Tiny.
 SHAPES = ((64, 16, 64, 4), (128, 64, 96, 3), (64, 64, 128, 4), (16, 197, 192, 3))
-# N, and the shapes of M, of a layer that grows: B 1, D 192, H 3.
+# N of a layer that grows: B 1, D 192, H 3.
 LENGTHS = (64, 256, 1024, 4096)
 
 
@@ -53,6 +53,8 @@ def timed(seconds, device, *steps):
     cuda = torch.device(device).type == 'cuda'
 
     def now():
+        if torch.device(device).type == 'mps':
+            torch.mps.synchronize()
         if not cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -228,8 +230,8 @@ def replaced(build, block):
 
 
 def bench_task(name, options, rates, seconds):
-    """A row for each type: its rate, its share of the machine's, and over our step's time those
-    with data, without the mask, of torch's layers, and of what people would pick instead."""
+    """A row for each type: its rate, its share of the machine's, and ratios of times, each named by
+    what is over what."""
     for bf16 in (False, True):
         def build(*more):
             settings = train.parse(['--task', name, '--bf16', str(bf16), *options, *more])

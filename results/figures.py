@@ -17,13 +17,12 @@ import train
 from tasks import UsageError
 from train import RunError
 
-from look import (COLOURS, VARIANTS, draw_dots, draw_map, end_values, legend, line_of, look,
+from look import (COLOURS, draw_dots, draw_map, end_values, legend, line_of, look,
                   new_figure, panel, save)
-from records import by_arm, intervened, parse_json, records, rows, values
+import records
+from records import INTERVENTIONS, MAIN_ARMS, PAPER_TASKS, by_arm, intervened, rows, values
 
 PRIOR_TV = 'prior_tv (0: the prior holds)'
-BOOLEAN = ('parity2', 'maj3', 'cyclic3')
-QK_AND_MASK = ('default', 'qk-svd', 'qk-opt', 'mask')
 
 
 class NothingRecorded(Exception):
@@ -45,16 +44,15 @@ def found_arms(section, tasks, folder):
 
 
 def read_json(name, folder):
-    path = folder / name
-    needed(path.exists(), name)
-    return parse_json(path.read_text(encoding='utf-8'), path)
+    needed((folder / name).exists(), name)
+    return records.read_json(folder / name)
 
 
 def maps_of(task, folder):
-    """{arm: its entry in attention.json}"""
+    """{arm: its entry in attention.json, of seed 0}"""
     entries = read_json('attention.json', folder).values()
     found = {arm: entry for arm in COLOURS for entry in entries
-             if (entry['task'], entry['init']) == (task, arm)}
+             if (entry['task'], entry['init'], entry.get('seed', 0)) == (task, arm, 0)}
     return needed(found, 'attention.json')
 
 
@@ -68,7 +66,7 @@ def claim(folder):
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.1 + len(maps), 2.9))
     draw_attention(top, maps)
     axes = bottom.subplots(1, 2)
-    arms = {arm: arms[arm] for arm in QK_AND_MASK if arm in arms}
+    arms = {arm: arms[arm] for arm in MAIN_ARMS if arm in arms}
     axes[0].set(title='accuracy on unseen inputs, %', xlabel='training step', ylim=(-3, 103))
     axes[1].set(title=PRIOR_TV, xlabel='training step', ylim=(-0.03, 1.03))
     panel(axes[0], arms, 'accuracy_unseen', '.0f', True, 0.11, scale=100, until=300)
@@ -107,7 +105,7 @@ KINDS = {'qk-svd': QK_KINDS, 'qk-opt': QK_KINDS,
 def interventions(folder):
     """prior_tv and unseen accuracy at the end, with parts of the model held still."""
     found = {(task, arm, kind): runs for task, arm, kind, runs in intervened('boolean', folder)}
-    tasks = [task for task in BOOLEAN if any(task == name for name, _, _ in found)]
+    tasks = [task for task in PAPER_TASKS if any(task == name for name, _, _ in found)]
     needed(tasks, 'boolean.jsonl')
     lines = [(arm, kind) for arm, kinds in KINDS.items() for kind in kinds]
     # A gap before each arm.
@@ -124,7 +122,8 @@ def interventions(folder):
         axis.set(xlim=(-0.06 * scale, 1.06 * scale), xticks=(0, scale), title=f'{task}\n{words}')
         axis.grid(axis='x', linewidth=0.5)
     axes[0].set(ylim=(heights[-1] - 0.6, 0.6))
-    axes[0].set_yticks(heights, [VARIANTS[kind][1] or f'{arm}: as it is' for arm, kind in lines])
+    axes[0].set_yticks(heights, [INTERVENTIONS[kind] if kind else f'{arm}: as it is'
+                                 for arm, kind in lines])
     for text, (arm, kind) in zip(axes[0].get_yticklabels(), lines):
         text.set(color=COLOURS[arm], fontweight='normal' if kind else 'bold')
     figure.suptitle('prior_tv (0: the prior holds) and accuracy on unseen inputs, at the end; dots '
@@ -134,11 +133,11 @@ def interventions(folder):
 
 def boolean(folder):
     """Unseen accuracy and prior_tv over the steps, for the paper's three targets."""
-    found = found_arms('boolean', BOOLEAN, folder)
+    found = found_arms('boolean', PAPER_TASKS, folder)
     figure = new_figure(4.4)
     axes = figure.subplots(2, len(found), sharex='col', sharey='row', squeeze=False)
     for column, (task, arms) in zip(axes.T, found.items()):
-        arms = {arm: runs for arm, runs in arms.items() if arm in QK_AND_MASK}
+        arms = {arm: runs for arm, runs in arms.items() if arm in MAIN_ARMS}
         for axis in column:
             # The prior is lost in the first hundred steps, and some runs take thousands.
             axis.set_xscale('symlog', linthresh=20, linscale=0.5)
@@ -151,7 +150,7 @@ def boolean(folder):
         column[1].minorticks_off()
     axes[0, 0].set_ylabel('accuracy on unseen inputs, %')
     axes[1, 0].set_ylabel(PRIOR_TV)
-    legend(figure, QK_AND_MASK, 6)
+    legend(figure, MAIN_ARMS, 6)
     return figure
 
 
@@ -181,7 +180,7 @@ def cyclic3(folder):
 def arithmetic(folder):
     """Exact match by the share of the pairs that trains."""
     found = {}
-    for run in records('arithmetic', folder):
+    for run in records.records('arithmetic', folder):
         prefix = run.row.rpartition('/')[0]
         arm = run.settings.init
         if prefix in ('', 'weight-decay-3') and run.label.endswith(f'-{arm}'):
@@ -199,7 +198,7 @@ def arithmetic(folder):
         axis.set_xticks(shares, [f'{share:g}' for share in shares], rotation=45)
         axis.minorticks_off()
     axes[0].set_ylabel('exact match on test pairs, %')
-    legend(figure, QK_AND_MASK, 6)
+    legend(figure, MAIN_ARMS, 6)
     return figure
 
 
@@ -373,7 +372,8 @@ IN_TRAINING = {
 
 def theory_training(folder):
     """parity2 under SGD and Adam: gradients, changes, what each part moves, prior_tv."""
-    runs = read_json('theory_training.json', folder)['runs']
+    found = read_json('theory_training.json', folder)
+    runs = found['runs']
     figure = new_figure(7)
     axes = figure.subplots(len(IN_TRAINING), 2, sharex='col', sharey='row')
     for line, (title, quantities) in zip(axes, IN_TRAINING.items()):
@@ -381,10 +381,10 @@ def theory_training(folder):
         for axis, optimiser in zip(line, ('SGD', 'Adam')):
             if title != 'prior_tv':
                 axis.set_yscale('log', nonpositive='mask')
-            for arm in QK_AND_MASK[1:]:
-                for quantity in quantities.keys() & runs[f'{optimiser} {arm}'].keys():
-                    steps, numbers = zip(*runs[f'{optimiser} {arm}'][quantity])
-                    axis.plot(steps, numbers, styles[quantity], color=COLOURS[arm])
+            for arm in MAIN_ARMS[1:]:
+                log = runs[f'{optimiser} {arm}']
+                for quantity in filter(log.__contains__, quantities):
+                    axis.plot(*zip(*log[quantity]), styles[quantity], color=COLOURS[arm])
         line[0].set_ylabel(title)
         line[1].legend(handles=[line_of(words, styles[quantity])
                                 for quantity, words in quantities.items()],
@@ -392,9 +392,10 @@ def theory_training(folder):
     for column, optimiser in zip(axes.T, ('SGD', 'Adam')):
         column[0].set_title(optimiser)
         column[-1].set_xlabel('training step')
-    figure.legend(handles=[line_of(arm, '-', COLOURS[arm], linewidth=2) for arm in QK_AND_MASK[1:]],
+    figure.legend(handles=[line_of(arm, '-', COLOURS[arm], linewidth=2) for arm in MAIN_ARMS[1:]],
                   loc='outside upper center', ncols=3,
-                  title="parity2, seed 0; the changes of the mask's W_Q and W_K lie on each other")
+                  title=f'parity2, seed {found["seed"]}; the changes of the mask\'s W_Q and W_K '
+                        'lie on each other')
     return figure
 
 

@@ -15,11 +15,6 @@ COLOURS = {'default': '#777777', 'qk-svd': '#e69f00', 'qk-opt': '#d55e00', 'mask
 # What a label says beside its arm: how the line is drawn, and the words for it.
 VARIANTS = {
     '': ('-', ''),
-    'freeze-qk': ('--', 'W_Q and W_K frozen'),
-    'hold-inputs': (':', 'inputs of q and k held'),
-    'both': ('-.', 'both'),
-    'freeze-mask': ('--', 'M frozen'),
-    'mask-lr-10': (':', 'learning rate of M × 10'),
     'mimetic-v': ('--', 'V of mimetic'),
     'shared': (':', 'one for all heads'),
     'no-positions': ('--', 'no positions'),
@@ -64,8 +59,8 @@ def new_figure(height):
 
 
 def save(figure, path, colours=None):
-    """Writes a PNG, of so many colours: 256 make less than half of the size (of curves and maps in
-    one colour; more than one map would show it)."""
+    """Writes a PNG. `colours`, how many it is reduced to: 256 more than halve its size, but show in
+    a picture with maps of several colours."""
     from PIL import Image
     pixels = io.BytesIO()
     figure.savefig(pixels, format='png', dpi=110)

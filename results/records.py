@@ -40,8 +40,8 @@ LOG = {'boolean': ('accuracy_unseen', 'prior_tv'), 'arithmetic': ('prior_tv',),
 # The folders of a section, and whether a run's name in there says TASK-ARM (arithmetic:
 # TASK-FRAC-ARM), as the table that shows them needs it.
 FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs': True,
-                       'strength-4': True, 'batch-64': True, 'fresh': True, '2-layers': True,
-                       '3-layers': True, 'hole': False, 'ablation': False},
+                       'batch-64': True, 'fresh': True, '2-layers': True, '3-layers': True,
+                       'hole': False, 'ablation': False},
            'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
                           'ablation': False},
            'images': {'': True, 'paper': True}, 'language': {'': True}}
@@ -95,6 +95,14 @@ def parse_json(text, where):
         return json.loads(text, parse_constant=refuse)
     except ValueError as error:
         raise RunError(f'{where} is damaged or cut off ({error}): nothing is changed') from None
+
+
+def read_json(path):
+    """What a JSON file holds."""
+    try:
+        return parse_json(path.read_text(encoding='utf-8'), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f'{path} cannot be read: {error}') from None
 
 
 # A page reads its section once for each of its tables.
@@ -183,6 +191,11 @@ def by_arm(rows):
     return sorted([(*label.split('-', 1), runs) for label, runs in rows.items()], key=order)
 
 
+# The main arms, in the order of the tables' columns; those with the prior in W_Q and W_K.
+MAIN_ARMS = ('default', 'qk-svd', 'qk-opt', 'mask')
+QK_ARMS = ('qk-svd', 'qk-opt')
+# The paper's Boolean tasks.
+PAPER_TASKS = ('parity2', 'maj3', 'cyclic3')
 # What is held still while the rest learns.
 INTERVENTIONS = {
     '': 'nothing', 'freeze-qk': 'W_Q and W_K frozen', 'hold-inputs': 'inputs of q and k held',
@@ -200,7 +213,7 @@ def intervened(section, folder):
     for task in INTERVENED[section]:
         for arm in ARMS:
             seeds = {run.seed for label, runs in found.items() for run in runs
-                     if label.startswith(f'{task}-{arm}-')}
+                     if label.removeprefix(f'{task}-{arm}-') in INTERVENTIONS}
             for kind in INTERVENTIONS:
                 runs = row_of.get(f'{task}-{arm}-{kind}' if kind else f'{task}-{arm}', [])
                 runs = [run for run in runs if run.seed in seeds]
@@ -213,8 +226,10 @@ def place(item, order):
 
 
 def values(runs, metric, scale=1):
-    """The final metric of each run that has it, times the scale."""
+    """The final metric of each run, times the scale; none where no run has it."""
     found = [run.result[metric] for run in runs if metric in run.result]
+    if len(found) not in (0, len(runs)):
+        raise ValueError(f'{metric}: only {len(found)} of {len(runs)} runs have it')
     return found if scale == 1 else [scale * value for value in found]
 
 
@@ -269,11 +284,17 @@ def rounded(value, digits):
 
 
 def recorded_log(evaluations):
-    """Evaluations, one dict each -> {metric: list of numbers}; seconds and what is no number go."""
+    """Evaluations, one dict each -> {metric: list of numbers}.
+
+    Without seconds, what is no number, and of a Boolean run the accuracy on the whole cube, which
+    follows from those on seen and unseen inputs.
+    """
+    metrics = dict.fromkeys(key for row in evaluations for key in row)
+    left_out = ['seconds', 'inputs', 'accuracy' if 'accuracy_unseen' in metrics else None]
     columns = {}
-    for metric in dict.fromkeys(key for row in evaluations for key in row):
+    for metric in metrics:
         column = [row.get(metric) for row in evaluations]
-        if metric != 'seconds' and all(v is None or isinstance(v, (int, float)) for v in column):
+        if metric not in left_out and all(v is None or isinstance(v, (int, float)) for v in column):
             columns[metric] = rounded(column, LOG_DIGITS)
     return columns
 
@@ -284,7 +305,8 @@ def recorded_result(result):
     for metric, value in result.items():
         of_mdi = metric.startswith('mdi_') and metric not in ('mdi_accuracy', 'mdi_loss')
         if metric not in SAID_ELSEWHERE and not of_mdi:
-            kept[metric] = rounded(value, RESULT_DIGITS)
+            digits = LOG_DIGITS if metric == 'fourier' else RESULT_DIGITS
+            kept[metric] = rounded(value, digits)
     return kept
 
 
@@ -319,7 +341,7 @@ def read_run(run, given):
             log=recorded_log(evaluations), result=recorded_result(result))
         if evaluations[-1]['step'] != result.get('steps', evaluations[-1]['step']):
             raise ValueError('its log lacks the last evaluation')
-        line = json.dumps(content, allow_nan=False)
+        line = json.dumps(content, allow_nan=False, separators=(',', ':'))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise RunError(f'{run} is no finished run ({type(error).__name__}: {error}): '
                        'nothing is changed') from None
@@ -351,6 +373,10 @@ def check_name(record, section, run):
     if folder not in FOLDERS[section]:
         raise RunError(f'{run} would be recorded as {record.name}, and no table shows what is '
                        f'in {folder}/; {section} has {", ".join(filter(None, FOLDERS[section]))}')
+    shown = ['-'.join(filter(None, (start, arm, kind))) for start in INTERVENED.get(section, ())
+             for arm in ARMS for kind in INTERVENTIONS]
+    if folder == 'interventions' and record.label not in shown:
+        raise RunError(f'{run} would be recorded as {record.name}, which no table shows')
     if FOLDERS[section][folder] and not record.label.startswith(task):
         raise RunError(f'{run} would be recorded as {record.name}, and the table takes names '
                        f'such as {task}{record.settings.init}-s{record.seed}: rename the run')
@@ -365,7 +391,7 @@ def find_runs(path):
     if not path.is_dir():
         raise UsageError(f'{path} is no folder')
     of_sections = [path / name for name in (*SECTIONS, *FORMER_SECTIONS) if (path / name).is_dir()]
-    runs = [file.parent for place in of_sections or [path] for file in place.rglob('result.json')]
+    runs = [file.parent for below in of_sections or [path] for file in below.rglob('result.json')]
     if not runs:
         raise RunError(f'{path} holds no finished run: no result.json in it')
     return sorted(runs)
@@ -389,7 +415,8 @@ def merge(section, new, folder):
 def collect(paths, folder=HERE):
     """Adds the finished runs in or below the paths to the files of their sections in the folder.
 
-    Returns a line a file that says what was done. All of the runs or, after a RunError, none.
+    Returns a line a file that says what was done. After a RunError none is added; where a file
+    cannot be written, whole sections are.
     """
     new = {}
     for path in paths:

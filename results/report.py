@@ -23,12 +23,10 @@ import train
 from tasks import BOOLEAN_TARGETS, PAPER, UsageError
 from train import RunError
 
-from records import (ARMS, INTERVENTIONS, SECTIONS, all_arguments, by_arm, by_row,
-                     changed, check_rows, collect, find_runs, intervened, parse_json, place,
-                     read_run, records, rows, section_of, values)
+from records import (ARMS, INTERVENTIONS, MAIN_ARMS, PAPER_TASKS, QK_ARMS, SECTIONS, all_arguments,
+                     by_arm, by_row, changed, check_rows, collect, find_runs, intervened, place,
+                     read_json, read_run, records, rows, section_of, values)
 
-# The columns of the headline.
-COLUMNS = ('default', 'qk-svd', 'qk-opt', 'mask')
 # By what runs are compared: metric, scale, name.
 MEASURE = {'boolean': ('accuracy', 100, 'accuracy %'),
            'arithmetic': ('sequence_accuracy', 100, 'exact match %'),
@@ -74,9 +72,9 @@ def each(numbers):
     return ' '.join(f'{number:.2f}' for number in numbers)
 
 
-def prior_tv(runs, digits=3):
+def prior_tv(runs):
     before, after = mean(values(runs, 'prior_tv_init')), mean(values(runs, 'prior_tv_final'))
-    return f'{before:.{digits}f} → {after:.{digits}f}'
+    return f'{before:.3f} → {after:.3f}'
 
 
 def fitted(runs):
@@ -115,7 +113,7 @@ def headline(folder):
     found = {section: rows(section, folder=folder) for section in SECTIONS}
     lines = []
     for title, section, label in HEADLINE:
-        arms = {arm: found[section].get(f'{label}-{arm}', []) for arm in COLUMNS}
+        arms = {arm: found[section].get(f'{label}-{arm}', []) for arm in MAIN_ARMS}
         recorded = [runs for runs in arms.values() if runs]
         if not recorded:
             continue
@@ -126,7 +124,7 @@ def headline(folder):
         paper = [of_paper(f'{label}-{arm}', section) or '–' for arm in ('default', 'mask')]
         lines.append([title, *(headline_cell(runs, section) for runs in arms.values()),
                       ', '.join(ends), '–'.join(map(str, seeds)), ', '.join(paper)])
-    yield from table(['', *COLUMNS, f'prior_tv at the end: {", ".join(COLUMNS)}', 'seeds',
+    yield from table(['', *MAIN_ARMS, f'prior_tv at the end: {", ".join(MAIN_ARMS)}', 'seeds',
                       'paper: default, mask'], lines)
 
 
@@ -162,9 +160,9 @@ def knobs(folder):
 
 # --------------------------------------------------------------------------- the findings
 
-def tv_range(row_of, labels, metric='prior_tv_final'):
+def tv_range(row_of, labels):
     """'0.12 to 0.19': the smallest and the largest mean over the seeds."""
-    means = [mean(values(row_of[label], metric)) for label in labels if label in row_of]
+    means = [mean(values(row_of[label], 'prior_tv_final')) for label in labels if label in row_of]
     low, high = f'{min(means):.2f}', f'{max(means):.2f}'
     return low if low == high else f'{low} to {high}'
 
@@ -179,64 +177,74 @@ def right_runs(row_of, labels):
 def findings(folder):
     """The README's bullets, with the numbers that are recorded."""
     plain = rows('boolean', folder=folder)
-    fixed = {task: {} for task, *_ in intervened('boolean', folder)}
+    sums = rows('arithmetic', folder=folder)
+    # {task: {(arm, kind): runs}}
+    by_task = {}
     for task, arm, kind, runs in intervened('boolean', folder):
-        fixed[task][arm, kind] = runs
-    known = [task for task in ('parity2', 'maj3', 'cyclic3')
-             if {(arm, kind) for arm in QK for kind in FIXED} <= fixed.get(task, {}).keys()]
-    if known:
-        yield from persistence(plain, known)
-        yield from two_causes({task: fixed[task] for task in known})
-    yield from worth(rows('arithmetic', folder=folder))
+        by_task.setdefault(task, {})[arm, kind] = runs
+    complete = {task: by_task[task] for task in PAPER_TASKS
+                if {(arm, kind) for arm in QK_ARMS for kind in FIXED}
+                <= by_task.get(task, {}).keys()}
+    if complete:
+        yield from persistence(plain, complete)
+        yield from two_causes(complete)
+    yield from worth(sums)
     yield from symmetry(plain, rows('boolean', 'hole', folder))
-    yield from differences(rows('arithmetic', folder=folder), rows('images', folder=folder))
+    yield from differences(sums, rows('images', folder=folder))
 
 
-QK = ('qk-svd', 'qk-opt')
 # The interventions that tell the two causes apart.
 FIXED = {'': 'neither', 'freeze-qk': 'W_Q and W_K', 'hold-inputs': 'inputs of q and k',
          'both': 'both'}
 
 
-def persistence(plain, known):
+def persistence(plain, names):
     def labels(*arms):
-        return [f'{task}-{arm}' for task in known for arm in arms]
-    yield (f'- **In M the prior stays; in W_Q and W_K most of it is lost.** On {", ".join(known)} '
+        return [f'{task}-{arm}' for task in names for arm in arms]
+    yield (f'- **In M the prior stays; in W_Q and W_K much of it is lost.** On {", ".join(names)} '
            f'prior_tv ends at {tv_range(plain, labels("mask"))} with the mask, at '
-           f'{tv_range(plain, labels(*QK))} with the QK arms, at '
+           f'{tv_range(plain, labels(*QK_ARMS))} with the QK arms, at '
            f'{tv_range(plain, labels("default"))} without a prior. At least 99.9 % of the unseen '
            f'inputs are right in {right_runs(plain, labels("mask"))} runs with the mask, in '
-           f'{right_runs(plain, labels(*QK))} with the QK arms.')
+           f'{right_runs(plain, labels(*QK_ARMS))} with the QK arms.')
 
 
-def two_causes(fixed):
+def two_causes(by_task):
+    seeds = ', '.join(f'{task} {len(common_seeds(of_task))}' for task, of_task in by_task.items())
     yield ('- **A prior in W_Q and W_K is lost in two ways: these weights change, and so do the '
            'inputs of q and k.** Either can be kept as it was before training. Accuracy on unseen '
-           f'inputs, % ({", ".join(fixed)}; means over the same seeds):\n')
+           f'inputs, %, in the order {", ".join(by_task)} (seeds: {seeds}):\n')
     lines = []
     for kind, words in FIXED.items():
         lines.append([words, *(', '.join(f'{unseen(of_task, arm, kind):.0f}'
-                                         for of_task in fixed.values()) for arm in QK)])
-    for line in table(['kept as before training', *QK], lines):
+                                         for of_task in by_task.values()) for arm in QK_ARMS)])
+    for line in table(['kept as before training', *QK_ARMS], lines):
         yield f'  {line}'.rstrip()
-    yield ('  With both kept the prior stays, and every run is right. On parity2 the inputs '
-           'decide. Elsewhere neither alone saves every run. M is neither: it is right in all of '
-           'these runs.')
+    yield ('  With both kept every run is right. On parity2 the inputs decide. On maj3 they save '
+           'every run of qk-svd and none of qk-opt. On cyclic3 neither alone saves every run of '
+           'either arm. The mask is right in all of these runs.')
 
 
-def unseen(fixed, arm, kind):
-    """Unseen accuracy in %, the mean over the seeds that all of an arm's interventions have."""
-    seeds = set.intersection(*({run.seed for run in fixed[arm, kind]} for kind in FIXED))
-    runs = [run for run in fixed[arm, kind] if run.seed in seeds]
+def common_seeds(of_task):
+    """The seeds that each of the QK arms has in each of FIXED."""
+    return set.intersection(*({run.seed for run in of_task[arm, kind]}
+                              for arm in QK_ARMS for kind in FIXED))
+
+
+def unseen(of_task, arm, kind):
+    """Unseen accuracy in %, the mean over the common seeds."""
+    runs = [run for run in of_task[arm, kind] if run.seed in common_seeds(of_task)]
     return mean(values(runs, 'accuracy_unseen', 100))
 
 
 def worth(sums):
     curve = curves(sums).get('add3', {})
     if {'mask', 'default'} <= curve.keys():
-        share = {arm: 100 * needed(curve[arm], 0.9)[1] for arm in ('mask', 'default')}
+        signs, shares = zip(*(needed(curve[arm], 0.9) for arm in ('mask', 'default')))
+        if any(signs):
+            return
         yield (f'- **What a prior is worth.** For 90 % exact match in addition the mask needs '
-               f'{share["mask"]:.2g} % of the pairs, the default {share["default"]:.2g} % '
+               f'{100 * shares[0]:.2g} % of the pairs, the default {100 * shares[1]:.2g} % '
                '(interpolated, one setting for all arms; a default tuned for itself seemed to need '
                'only twice the mask\'s: [arithmetic](results/arithmetic.md)). The QK arms lie '
                'between. From 0.2 % on all are above 98 %.')
@@ -250,8 +258,8 @@ def symmetry(plain, hole):
     yield ('- **A mask decides what its symmetry decides** (Boolean tasks). It treats its tokens '
            'alike, so on the unseen (+,-) it answers what it saw on (-,+). Where that is the '
            'target, it is right; on `diff2` it is not, and the mask has '
-           f'{diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again: none '
-           f'of {len(tried)} masks helps there ({right_runs(hole, tried)} right). What '
+           f'{diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again, and '
+           f'{right_runs(hole, tried)} runs of {len(tried)} masks are right there. What '
            'the mask does on `diff2` and `parity3` was predicted before the runs. The defaults '
            'were predicted to follow the MDI: '
            f'{as_mdi(plain["parity3-default"])} runs of `parity3` and '
@@ -272,9 +280,10 @@ def differences(sums, images):
     mimetic, mask, with_v = (mean(values(runs, 'accuracy', 100)) for runs in rows_needed)
     yield ('- **Where ours differs from the paper.** At 0.4 % of addition our default has '
            f'{default:.2f} %, the paper\'s 1.19 %. Our images are a small ViT on 10,000 images of '
-           'CIFAR-10 and 7,000 of ImageNet-100, where the mask\'s gain is about one standard '
-           f'error. Mimetic is ahead of the mask ({mimetic:.1f} to {mask:.1f} %); with its W_V and '
-           f'W_proj the mask has {with_v:.1f} %. Our WikiText-2 models see half an epoch.')
+           'CIFAR-10 and 7,000 of ImageNet-100. The mask\'s gain, 1.2 points on both, is about one '
+           f'standard error of so few test images. Mimetic is ahead of the mask ({mimetic:.1f} to '
+           f'{mask:.1f} %); with its W_V and W_proj the mask has {with_v:.1f} %. Our WikiText-2 '
+           'models see half an epoch.')
 
 
 # -------------------------------------------------------------------------------- boolean
@@ -309,13 +318,12 @@ def boolean(folder):
 BOOLEAN_TABLES = {
     'measured': 'The structure measured on the training set; elsewhere it is the known one',
     'knobs': 'Strength and level, seed 100',
-    'strength-4': 'maj3 with a strength of 4 in the place of 6: an earlier setting',
     'batch-64': 'Batches of 64 and no clipping: an earlier setting, with spikes of the loss',
     'fresh': 'The mask in that setting, on five seeds that it was not chosen by',
-    '2-layers': 'cyclic3 with 2 layers, pos_std 0.5, batches of 64 and 1,000 steps',
+    '2-layers': 'cyclic3 with 2 layers, pos_std 0.5, batches of 64 and 1,000 steps (10x: 10,000)',
     '3-layers': 'cyclic3 with 3 layers, batches of 128, lr 1e-3 and 2,500 steps',
     'hole': 'parity2 on the hole (-,-), where no exchange of bits helps; batches of 64',
-    'ablation': 'Ablations on parity2, batches of 64; the rest is as the name does not say',
+    'ablation': 'Ablations on parity2: batches of 64, the rest as in the first table',
 }
 def interventions(section, metric, folder):
     lines = [[task, arm, INTERVENTIONS[kind], prior_tv(runs), spread(values(runs, metric, 100), 1),
@@ -330,14 +338,14 @@ def interventions(section, metric, folder):
 
 # Of the seen inputs, the share that is known, and how many of their labels are negated.
 KNOWN = {'all': (1, 0), 'a half': (0.5, 0), 'a fifth': (0.2, 0), 'a tenth': (0.1, 0),
-         'a twentieth': (0.05, 0), 'all, one label wrong': (1, 1), 'all, 1 % wrong': (1, 250)}
+         'a twentieth': (0.05, 0), 'all, one label wrong': (1, 1), 'all, 250 wrong': (1, 250)}
 
 
 def found_structure():
     """Where `--structure measured` breaks: pairs of bits that it opens, with less or worse data."""
     lines = []
     x = tasks.cube(tasks.BITS)
-    for task in ('parity2', 'maj3', 'cyclic3'):
+    for task in PAPER_TASKS:
         target, _, hole = BOOLEAN_TARGETS[task]
         y, seen = target(x), ~tasks.in_hole(x, hole)
         upper = torch.ones(tasks.BITS, tasks.BITS, dtype=torch.bool).triu(1)
@@ -445,10 +453,12 @@ def needed(by_frac, level):
     taken as linear in the logarithm of the share; ('<' or '>', the end of what was measured)."""
     points = [(frac, mean(values(runs, 'sequence_accuracy')))
               for frac, runs in sorted(by_frac.items())]
+    if points[0][1] > level:
+        return '<', points[0][0]
     for (f0, low), (f1, high) in zip(points, points[1:]):
         if low <= level <= high:
-            return '', f0 * (f1 / f0) ** ((level - low) / (high - low))
-    return ('<', points[0][0]) if points[0][1] > level else ('>', points[-1][0])
+            return '', f0 if low == level else f0 * (f1 / f0) ** ((level - low) / (high - low))
+    return '>', points[-1][0]
 
 
 def needed_lines(found):
@@ -516,7 +526,7 @@ def language_outcome(runs, default):
     others = [spread(values(runs, f'perplexity_{what}')) for what in ('test', '2x', '4x')]
     reached = [reached_at(run, default) for run in runs]
     return [spread(validation), each(validation), *others,
-            ' '.join(map(str, reached)) if all(reached) else '', prior_tv(runs),
+            ' '.join('–' if step is None else str(step) for step in reached), prior_tv(runs),
             f'{runs[0].steps} × {len(runs)}']
 
 
@@ -541,10 +551,6 @@ def theory(folder):
         yield from table([cell.replace('|', '\\|') for cell in header], lines)
     yield (f'{len(found["failed"])} failed. {found["seconds"]} s on {found["device"]}, torch '
            f'{found["torch"]}, --draws {found["draws"]} --seed {found["seed"]}')
-
-
-def read_json(path):
-    return parse_json(path.read_text(encoding='utf-8'), path)
 
 
 def number(value):
@@ -581,7 +587,7 @@ def speed(folder):
 
 
 def growth(rows):
-    """What M takes (with its gradient and AdamW's two moments, 16 bytes an entry), and a layer."""
+    """Memory of M, 16 bytes an entry (M, gradient, AdamW's two moments), and a layer's time."""
     measured = {row['N']: row for row in rows}
     lines = []
     for N in [*measured, 16_384, 131_072]:
@@ -610,8 +616,10 @@ def beside_recorded(folder, recorded=HERE):
         except RunError as error:
             # A task of one's own, another name, an older version, a damaged file.
             print(f'report.py: {run} is left out: {error}', file=sys.stderr)
-        else:
-            found[section].append(record)
+            continue
+        if any(other.name == record.name for other in found[section]):
+            raise RunError(f'{run} is a second {record.name} of {section}: give one of the folders')
+        found[section].append(record)
     for section, here in found.items():
         check_rows(here)
         before = by_row(records(section, recorded)) if here else {}
@@ -657,6 +665,9 @@ def sections(folder=HERE, names=TABLES):
 
 def filled(text, tables):
     """The text with each table between its `<!-- report: SECTION -->` and `<!-- /report -->`."""
+    if text.count('<!-- report: ') != text.count('<!-- /report -->'):
+        raise RunError('a page has a table that does not end: no page is written')
+
     def fill(match):
         start, section, end = match.groups()
         if section not in tables:
@@ -668,12 +679,17 @@ def filled(text, tables):
 
 def write_pages():
     """Puts the tables into every page that has a place for them; after an error into none."""
-    tables = sections()
+    def read(path):
+        return train.read(path, lambda p: p.read_text(encoding='utf-8'), 'take it from git again')
     pages = [HERE.parent / 'README.md', *sorted(HERE.glob('*.md'))]
-    texts = {path: filled(path.read_text(encoding='utf-8'), tables) for path in pages}
-    for path, text in texts.items():
-        if text != path.read_text(encoding='utf-8'):
-            train.write_text(path, text)
+    # Another process that records waits until this one has.
+    with tasks.lock(HERE):
+        tables = sections()
+        before = {path: read(path) for path in pages}
+        after = {path: filled(text, tables) for path, text in before.items()}
+        for path in pages:
+            if after[path] != before[path]:
+                train.write_text(path, after[path])
 
 
 def main(argv=None):
@@ -682,9 +698,10 @@ def main(argv=None):
                                      allow_abbrev=False)
     parser.add_argument('sections', nargs='*', metavar='SECTION', help=' '.join(TABLES))
     parser.add_argument('--write', action='store_true')
-    parser.add_argument('--rows', action='store_true')
-    parser.add_argument('--runs', type=Path, metavar='FOLDER')
-    parser.add_argument('--collect', type=Path, nargs='+', metavar='RUN')
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument('--rows', action='store_true')
+    what.add_argument('--runs', type=Path, metavar='FOLDER')
+    what.add_argument('--collect', type=Path, nargs='+', metavar='RUN')
     args = parser.parse_args(argv)
     for name in args.sections:
         if name not in TABLES:
@@ -698,7 +715,11 @@ def main(argv=None):
     elif args.rows:
         print('\n'.join(all_arguments()))
     elif not args.write:
-        print('\n\n'.join(sections(names=args.sections or TABLES).values()))
+        tables = sections(names=args.sections or TABLES)
+        for name in args.sections:
+            if name not in tables:
+                raise RunError(f'nothing is recorded for {name}')
+        print('\n\n'.join(tables.values()))
     if args.write:
         write_pages()
 

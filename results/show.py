@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parent))
 import train
 import torch
 
-from attention import attention, load_model, mask_weights, on_grid, read_run, shown_inputs
+from attention import attention, load_model, mask_weights, on_grid, load_run, shown_inputs
 from look import COLOURS, draw_map, new_figure, save
 
 
@@ -25,7 +25,7 @@ def draw(folders):
     """The picture of some runs' folders."""
     # Before the work, so that it is not for nothing.
     new_figure(1)
-    runs = [read_run(folder) for folder in folders]
+    runs = [load_run(folder) for folder in folders]
     loaded = [load_model(*run, folder) for run, folder in zip(runs, folders)]
     shown = [shown_maps(*of_run) for of_run in loaded]
     heights = [2.] + [0.7 + len(maps) * row_height(maps) for maps, _, _ in shown]
@@ -53,7 +53,8 @@ def draw_metrics(part, folders, runs, task):
         width = 1 + 2 * (len(runs) - 1 - i) / len(runs)
         for axis, metric in zip(axes, metrics):
             points = [(row['step'], row[metric]) for row in checkpoint['log'] if metric in row]
-            axis.plot(*zip(*points), '.-', markersize=3 + width, linewidth=width, color=colour,
+            axis.plot([step for step, _ in points], [value for _, value in points], '.-',
+                      markersize=3 + width, linewidth=width, color=colour,
                       label=folder.resolve().name)
     for axis, metric in zip(axes, metrics):
         title = metric if metric == 'prior_tv' else fill(metric.replace('_', ' '), 14)

@@ -9,12 +9,14 @@ from test_results import HERE, line, record, refusal, runs
 import attention
 import figures
 import look
+import records
 import show
 import train
 import torch
 from maskprior import prior_weights, relative_change
 
-ROWS = {'boolean': [f'{task}-{arm}' for task in figures.BOOLEAN for arm in figures.QK_AND_MASK]
+ROWS = {'boolean': [f'{task}-{arm}' for task in records.PAPER_TASKS
+                    for arm in records.MAIN_ARMS]
         + ['interventions/parity2-mask-mask-lr-10', 'interventions/parity2-mask-both'],
         'arithmetic': ['add3-0.001-default', 'add3-0.001-mask', 'add3-0.002-mask'],
         'images': ['cifar10-mask', 'cifar10-mask-mimetic-v'],
@@ -54,7 +56,7 @@ def texts(figure):
 # The number of panels, colour bars among them, and what must be written there.
 EXPECTED = {
     'claim': (22, {'qk-svd', 'mask', 'step 20', 'target: the prior', 'layer 2', '50 mask'}),
-    'interventions': (2, {'mask: as it is', 'learning rate of M × 10', 'parity2\nprior_tv'}),
+    'interventions': (2, {'mask: as it is', 'nothing, M learns 10 times as fast', 'both'}),
     'boolean': (6, {'parity2', 'maj3', 'cyclic3', '50', '0.50', 'each seed', 'mask'}),
     'cyclic3': (7, {'target: the prior', 'default, before', 'mask, after',
                     'cyclic3, seed 0, 1,000 steps: mean over layers, heads and inputs'}),
@@ -77,7 +79,7 @@ def test_a_figure_has_its_panels_and_words(folder, name):
 
 def test_a_seed_is_a_thin_line_or_a_dot_an_arm_one_colour(folder):
     axis = figures.boolean(folder).axes[0]
-    for arm in figures.QK_AND_MASK:
+    for arm in records.MAIN_ARMS:
         lines = [line for line in axis.lines if line.get_color() == look.COLOURS[arm]]
         assert [line.get_linewidth() for line in lines] == [.6, .6, 2]
         assert list(lines[2].get_xdata()) == [0, 10, 300] and lines[2].get_ydata()[2] == 50
@@ -103,7 +105,7 @@ def test_the_command_says_what_it_wrote_and_what_is_not_recorded(folder, tmp_pat
 
 def test_recorded_maps_are_those_of_the_training_itself(runs, tmp_path, monkeypatch):
     run = runs / 'boolean' / 'parity2-mask-s0'
-    settings, checkpoint = attention.read_run(run)
+    settings, checkpoint = attention.load_run(run)
     task, model, _ = train.build(settings)
     steps = attention.replay(settings, task, model, train.make_optimiser(model, settings))
     assert list(steps) == [0, 1]

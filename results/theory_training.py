@@ -82,7 +82,7 @@ def state(task, model, target, start, initial):
     return values | {f'moved by {part}': moved(start, model, part, task.probe) for part in MOVERS}
 
 
-def run(optimiser, arm, seed, device, points=24):
+def run(optimiser, arm, seed, device):
     """{quantity: [(step, value)]} of one training."""
     lr, steps = OPTIMISERS[optimiser]
     # with the batch of these runs, whatever the recipe of parity2 is by now
@@ -93,7 +93,7 @@ def run(optimiser, arm, seed, device, points=24):
     start, initial = copy.deepcopy(model), prior_weights(model)
     log, norms, stretch = {}, [], max(1, steps // 40)
     if optimiser == 'SGD':
-        opt = torch.optim.SGD(model.parameters(), settings.lr)
+        opt = torch.optim.SGD([dict(params=[*model.parameters()], factor=1.)], settings.lr)
     else:
         opt = train.make_optimiser(model, settings)
     generator = torch.Generator().manual_seed(seed)
@@ -103,19 +103,15 @@ def run(optimiser, arm, seed, device, points=24):
             log.setdefault(name, []).append((step, float(f'{value:.4g}')))
 
     for step in range(steps):
-        if step % math.ceil(steps / points) == 0:
+        # 24 points
+        if step % math.ceil(steps / 24) == 0:
             add(step, state(task, model, target, start, initial))
-        for group in opt.param_groups:
-            group['lr'] = train.learning_rate(step, settings)
-        x, y = task.batch(generator, settings.batch)
-        opt.zero_grad()
-        task.loss(model, x, y).backward()
+        train.update(model, opt, task, settings, generator, step)
         norms.append(gradients(model))
         if len(norms) == stretch:
             add(step - stretch // 2 + 1,
                 {name: sum(z[name] for z in norms) / stretch for name in norms[0]})
             norms = []
-        opt.step()
     add(steps, state(task, model, target, start, initial))
     with torch.no_grad():
         found = task.evaluate(model)
@@ -149,7 +145,9 @@ def summary(logs):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--out', type=Path, default=ROOT / 'runs' / 'theory', help='folder')
@@ -162,6 +160,7 @@ def main(argv=None):
             logs[optimiser, arm] = run(optimiser, arm, args.seed, args.device)
     text = table([summary(logs)])
     record = {'device': args.device, 'seed': args.seed, 'torch': torch.__version__,
+              'commit': train.git_commit(),
               'runs': {' '.join(key): log for key, log in logs.items()}}
     train.write_text(args.out / 'theory_training.md', f'```{text}\n```\n')
     train.write_text(args.out / 'theory_training.json', json.dumps(record, allow_nan=False) + '\n')
