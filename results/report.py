@@ -220,9 +220,10 @@ def two_causes(by_task):
                                          for of_task in by_task.values()) for arm in QK_ARMS)])
     for line in table(['kept as before training', *QK_ARMS], lines):
         yield f'  {line}'.rstrip()
-    yield ('  With both kept every run is right. On parity2 the inputs decide. On maj3 they save '
-           'every run of qk-svd and none of qk-opt. On cyclic3 neither alone saves every run of '
-           'either arm. The mask is right in all of these runs.')
+    yield ('  With both kept every run is right: a prior that is kept works there, too, as it does in '
+           'addition ([arithmetic](results/arithmetic.md)). On parity2 the inputs decide. On maj3 '
+           'they save every run of qk-svd and none of qk-opt. On cyclic3 neither alone saves every '
+           'run of either arm. The mask is right in all of these runs.')
 
 
 def common_seeds(of_task):
