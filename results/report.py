@@ -220,8 +220,8 @@ def two_causes(by_task):
                                          for of_task in by_task.values()) for arm in QK_ARMS)])
     for line in table(['kept as before training', *QK_ARMS], lines):
         yield f'  {line}'.rstrip()
-    yield ('  With both kept every run is right: a prior that is kept works there, too, as it does in '
-           'addition ([arithmetic](results/arithmetic.md)). On parity2 the inputs decide. On maj3 '
+    yield ('  With both kept every run is right: a prior that is kept works there, too '
+           '([in addition](results/arithmetic.md) as well). On parity2 the inputs decide. On maj3 '
            'they save every run of qk-svd and none of qk-opt. On cyclic3 neither alone saves every '
            'run of either arm. The mask is right in all of these runs.')
 
@@ -257,13 +257,11 @@ def symmetry(plain, hole):
         return
     diff2 = [mean(values(plain[f'diff2-{arm}'], 'accuracy', 100)) for arm in ('mask', 'default')]
     yield ('- **A mask decides what its symmetry decides** (Boolean tasks). It treats its tokens '
-           'alike, so on the unseen (+,-) it answers what it saw on (-,+). Where that is the '
-           'target, it is right; on `diff2` it is not, and the mask has '
-           f'{diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again, and '
-           f'{right_runs(hole, tried)} runs of {len(tried)} masks are right there. What '
-           'the mask does on `diff2` and `parity3` was predicted before the runs. The defaults '
-           'were predicted to follow the MDI: '
-           f'{as_mdi(plain["parity3-default"])} runs of `parity3` and '
+           'alike, so on the unseen (+,-) it answers what it saw on (-,+). On `diff2` that is '
+           f'wrong: {diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again, and '
+           f'{right_runs(hole, tried)} runs of {len(tried)} masks are right there. What the mask '
+           'does on `diff2` and `parity3` was predicted before the runs. The defaults were to '
+           f'follow the MDI: {as_mdi(plain["parity3-default"])} runs of `parity3` and '
            f'{as_mdi(plain["diff2-default"])} of `diff2` do.')
 
 

@@ -130,7 +130,7 @@ def test_tables_of_each_section_by_hand(tmp_path):
                 dict(step=[0, 2, 4], prior_tv=[0.] * 3, perplexity=[30., 20., 10.])))
     tables = report.sections(tmp_path)
     for section, text in (
-            ('headline', '| – | 60.00 ± 14.14 (1/2 not fitted) | –, –, –, 0.25 | 2 | 75, 100 |'),
+            ('headline', '| 60.00 ± 14.14 (1/2 not fitted) | –, –, –, 0.25 | 2 | 75, 100 |'),
             ('boolean', '| 1.00 ± 0.00 | 1/2 | 0.125 → 0.250 | 4 × 2 | 87.5%, 2'
              ' | 100, loss 0.0029 |'),
             ('boolean', '| step 0: 0.10, 100% → step 4: 0.20, 0% |'),
