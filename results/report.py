@@ -258,11 +258,11 @@ def symmetry(plain, hole):
     diff2 = [mean(values(plain[f'diff2-{arm}'], 'accuracy', 100)) for arm in ('mask', 'default')]
     yield ('- **A mask decides what its symmetry decides** (Boolean tasks). It treats its tokens '
            'alike, so on the unseen (+,-) it answers what it saw on (-,+). On `diff2` that is '
-           f'wrong: {diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) again, and '
-           f'{right_runs(hole, tried)} runs of {len(tried)} masks are right there. What the mask '
-           'does on `diff2` and `parity3` was predicted before the runs. The defaults were to '
-           f'follow the MDI: {as_mdi(plain["parity3-default"])} runs of `parity3` and '
-           f'{as_mdi(plain["diff2-default"])} of `diff2` do.')
+           f'wrong: {diff2[0]:.0f} %, the default {diff2[1]:.0f} %. (-,-) exchanged is (-,-) '
+           f'again, and {right_runs(hole, tried)} runs of {len(tried)} masks are right there. '
+           'What the mask does on `diff2` and `parity3` was predicted before the runs. The '
+           f'defaults were to follow the MDI: {as_mdi(plain["parity3-default"])} runs of `parity3` '
+           f'and {as_mdi(plain["diff2-default"])} of `diff2` do.')
 
 
 def as_mdi(runs):
