@@ -213,10 +213,11 @@ def two_causes(by_task):
     seeds = ', '.join(f'{task} {len(common_seeds(of_task))}' for task, of_task in by_task.items())
     yield ('- **A prior in W_Q and W_K is lost in two ways: these weights change, and so do the '
            'inputs of q and k.** Either can be kept as it was before training. Accuracy on unseen '
-           f'inputs, %, in the order {", ".join(by_task)} (seeds: {seeds}):\n')
+           f'inputs, %, in the order {", ".join(by_task)} (seeds: {seeds}; *: not all runs have '
+           'fitted):\n')
     lines = []
     for kind, words in FIXED.items():
-        lines.append([words, *(', '.join(f'{unseen(of_task, arm, kind):.0f}'
+        lines.append([words, *(', '.join(unseen(of_task, arm, kind)
                                          for of_task in by_task.values()) for arm in QK_ARMS)])
     for line in table(['kept as before training', *QK_ARMS], lines):
         yield f'  {line}'.rstrip()
@@ -233,9 +234,10 @@ def common_seeds(of_task):
 
 
 def unseen(of_task, arm, kind):
-    """Unseen accuracy in %, the mean over the common seeds."""
+    """Unseen accuracy in %, the mean over the common seeds; with a * if a run has not fitted."""
     runs = [run for run in of_task[arm, kind] if run.seed in common_seeds(of_task)]
-    return mean(values(runs, 'accuracy_unseen', 100))
+    mark = '' if all(values(runs, 'fitted')) else '*'
+    return f'{mean(values(runs, "accuracy_unseen", 100)):.0f}{mark}'
 
 
 def worth(sums):

@@ -159,7 +159,8 @@ def test_interventions_are_compared_on_the_seeds_that_all_of_them_have(tmp_path)
     record(tmp_path, 'boolean', *sorted(lines))
     fixed = {(arm, kind): runs for _, arm, kind, runs in records.intervened('boolean', tmp_path)}
     # The third seed has no intervention.
-    assert [report.unseen(fixed, 'qk-opt', kind) for kind in report.FIXED] == [60, 50, 50, 90]
+    found = [report.unseen(fixed, 'qk-opt', kind) for kind in report.FIXED]
+    assert found == ['60', '50', '50', '90']
     assert '| neither | 60 | 60 |' in '\n'.join(report.two_causes({'parity2': fixed}))
 
 
