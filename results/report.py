@@ -248,8 +248,8 @@ def worth(sums):
             return
         yield (f'- **What a prior is worth.** For 90 % exact match in addition the mask needs '
                f'{100 * shares[0]:.2g} % of the pairs, the default {100 * shares[1]:.2g} % '
-               '(interpolated, one setting for all arms; a default tuned for itself seemed to need '
-               'only twice the mask\'s: [arithmetic](results/arithmetic.md)). The QK arms lie '
+               '(interpolated; one setting for all arms, and tuned for itself the default may need '
+               'less: [arithmetic](results/arithmetic.md)). The QK arms lie '
                'between. From 0.2 % on all are above 98 %.')
 
 
