@@ -1,10 +1,12 @@
 """pytest -q: the figures, from tiny records, and the pictures of a run."""
 import json
+import shutil
 import sys
 
 import pytest
 
 pytest.importorskip('matplotlib', reason='the figures need matplotlib')
+# `runs` is a fixture.
 from test_results import HERE, line, record, refusal, runs
 import attention
 import figures
@@ -122,7 +124,7 @@ def test_recorded_maps_are_those_of_the_training_itself(runs, tmp_path, monkeypa
 
 def test_show_draws_a_run_that_goes_on_and_refuses_what_is_none(runs, tmp_path, capsys,
                                                                 monkeypatch):
-    run = runs / 'boolean' / 'parity2-mask-s0'
+    run = shutil.copytree(runs, tmp_path / 'runs') / 'boolean' / 'parity2-mask-s0'
     (run / 'result.json').unlink()
     show.main([str(run)])
     assert capsys.readouterr().out == f'{run / "show.png"}\n' and (run / 'show.png').exists()
@@ -134,10 +136,12 @@ def test_show_draws_a_run_that_goes_on_and_refuses_what_is_none(runs, tmp_path, 
     assert [len(axis.lines) for axis in figure.axes[:4]] == [2] * 4
     M = [axis.images[0].get_array() for axis in figure.axes[4:] if axis.get_title() == 'all heads']
     assert M[0].shape == (16, 16) and M[0][0, 1] > .9 and M[0][0, 3] < .1
-    assert 'is no run of train.py' in refusal(lambda: show.main([str(tmp_path)]), capsys, 2)
-    (tmp_path / 'config.json').write_text('{"settings": {"colour": 1}}')
-    assert 'no checkpoint.pt' in refusal(lambda: show.main([str(tmp_path)]), capsys, 2)
-    (tmp_path / 'checkpoint.pt').write_text('PK')
-    assert 'json cannot be read' in refusal(lambda: show.main([str(tmp_path)]), capsys)
+    none = tmp_path / 'none'
+    none.mkdir()
+    assert 'is no run of train.py' in refusal(lambda: show.main([str(none)]), capsys, 2)
+    (none / 'config.json').write_text('{"settings": {"colour": 1}}')
+    assert 'no checkpoint.pt' in refusal(lambda: show.main([str(none)]), capsys, 2)
+    (none / 'checkpoint.pt').write_text('PK')
+    assert 'json cannot be read' in refusal(lambda: show.main([str(none)]), capsys)
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     assert 'needs matplotlib: pip install' in refusal(lambda: show.main([str(run)]), capsys)
