@@ -39,7 +39,7 @@ boolean() {
     interventions boolean/interventions/maj3 "$five" --task maj3
     # There the prior misleads.
     interventions boolean/interventions/diff2 "$five" --task diff2
-    # Not 3,500 steps: only the default takes so long to fit.
+    # Not 3,500 steps: the default, which takes so long to fit, has no row here.
     set -- boolean/interventions/cyclic3 "$five" --task cyclic3 --steps 1000 --eval-every 250
     for init in qk-svd qk-opt mask; do row $1-$init "${@:2}" --init $init; done
     interventions "$@"

@@ -380,6 +380,13 @@ def test_impulse_of_the_authors_size_looks_at_the_shifted_patch_most():
         assert ((p * target).sum(-1) > (p * (1 - target)).amax(-1))[inside].all()
 
 
+def test_impulse_of_one_head_leaves_out_the_direction_that_layer_norm_removes():
+    model = vit(D=48, H=1, L=1, pos_std=0.36)
+    target = maskprior.init_impulse(model, generator=seeded())
+    # Divided by a singular value of 0 it was 0.98.
+    assert maskprior.prior_tv(model, target, IMAGES) < 0.8
+
+
 @pytest.mark.parametrize('attempt, reason', [
     (lambda: maskprior.Attention(8, 2, torch.ones(4, 4).tril(-1).bool()), 'query token 0 has no'),
     (lambda: vit()(torch.zeros(1, 3, 16, 64)), '4 x 16 patches for a model of 8 x 8 patches'),
@@ -419,6 +426,14 @@ def test_prior_tv_is_of_the_mean_attention_over_layers_heads_and_informative_row
         block.attn.allowed = torch.ones(2, 2).tril().bool()
     target = torch.tensor([[1., 0.], [0.75, 0.25]])
     assert maskprior.prior_tv(model, target, torch.tensor([[0, 1], [1, 0]])) == pytest.approx(1 / 8)
+
+
+def test_an_attention_of_nan_holds_no_prior():
+    task, model, target = tiny('mask')
+    model.blocks[0].attn.q.weight.data.fill_(math.nan)
+    assert math.isnan(maskprior.prior_tv(model, target, task.probe))
+    with pytest.raises(ValueError, match='cannot hold this prior .* prior_tv nan'):
+        maskprior.check_held(model, prior_matrix(task.distance, 8., 4.), task.probe, 'qk-svd')
 
 
 def test_relative_change_by_hand():

@@ -199,7 +199,7 @@ PAPER_TASKS = ('parity2', 'maj3', 'cyclic3')
 # What is held still while the rest learns.
 INTERVENTIONS = {
     '': 'nothing', 'freeze-qk': 'W_Q and W_K frozen', 'hold-inputs': 'inputs of q and k held',
-    'both': 'both', 'freeze-mask': 'M frozen', 'mask-lr-10': 'nothing, M learns 10 times as fast',
+    'both': 'both', 'freeze-mask': 'M frozen', 'mask-lr-10': 'learning rate of M × 10',
 }
 # The tasks that they are made on, as a row's name begins.
 INTERVENED = {'boolean': tuple(BOOLEAN_TARGETS), 'arithmetic': ('add3-0.0005',)}

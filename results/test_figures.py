@@ -58,7 +58,7 @@ def texts(figure):
 # The number of panels, colour bars among them, and what must be written there.
 EXPECTED = {
     'claim': (22, {'qk-svd', 'mask', 'step 20', 'target: the prior', 'layer 2', '50 mask'}),
-    'interventions': (2, {'mask: as it is', 'nothing, M learns 10 times as fast', 'both'}),
+    'interventions': (2, {'mask: as it is', 'learning rate of M × 10', 'both'}),
     'boolean': (6, {'parity2', 'maj3', 'cyclic3', '50', '0.50', 'each seed', 'mask'}),
     'cyclic3': (7, {'target: the prior', 'default, before', 'mask, after',
                     'cyclic3, seed 0, 1,000 steps: mean over layers, heads and inputs'}),
