@@ -73,12 +73,16 @@ arithmetic() {
 }
 
 images() {
-    local init short=
+    local init learned='--positions learned --pos-std 0.36' short=
     [ $size = full ] || short='--epochs 3'
     for init in default mimetic mask; do
         row images/cifar10-$init "$two" --task cifar10 --init $init $short
     done
     [ $size = full ] || return 0
+    # With the positions of its authors; the default has a row with them, too.
+    row images/cifar10-impulse "$two" --task cifar10 --init impulse $learned
+    row images/cifar10-default-learned "$two" --task cifar10 --init default $learned
+    # mimetic and impulse set W_V and W_proj as well.
     for init in default mask; do
         row images/cifar10-$init-mimetic-v "$two" --task cifar10 --init $init --mimetic-v
     done

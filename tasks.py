@@ -882,9 +882,13 @@ class Images(Task):
     def loss(self, model, x, y):
         return F.cross_entropy(model(x).float(), y)
 
+    def outputs(self, model, chunks):
+        """The model's outputs [S, classes] on images that are given in chunks."""
+        return torch.cat([model(self.normalised(x)).float() for x in chunks])
+
     def score(self, model, chunks, y):
         """Top-1 accuracy and mean cross-entropy on images, given in chunks."""
-        outputs = torch.cat([model(self.normalised(x)).float() for x in chunks])
+        outputs = self.outputs(model, chunks)
         right = (outputs.argmax(1) == y).float()
         return right.mean().item(), F.cross_entropy(outputs, y).item()
 
@@ -895,6 +899,14 @@ class Images(Task):
         accuracy_seen, loss_seen = self.score(model, chunks, self.y[self.train_indices])
         return {'accuracy': accuracy, 'loss': loss, 'accuracy_seen': accuracy_seen,
                 'loss_seen': loss_seen}
+
+    def final(self, model):
+        """Which test images are right, a bit each in hexadecimal, so that runs can be compared
+        image by image."""
+        outputs = self.outputs(model, self.test_x.split(self.eval_batch))
+        bits = (outputs.argmax(1) == self.test_y).int().tolist()
+        digits = math.ceil(len(bits) / 4)
+        return {'right_images': f'{int("".join(map(str, bits)), 2):0{digits}x}'}
 
     def fitted(self, metrics):
         return metrics['accuracy_seen'] >= 0.99

@@ -1082,9 +1082,11 @@ def test_images_are_evaluated_normalised_cropped_and_by_their_own_labels(
     right = math.log(1 + (classes - 1) * math.exp(-5))
     assert task.evaluate(model) == pytest.approx(dict(
         accuracy=5 / 6, accuracy_seen=1., loss=right + 5 / 6, loss_seen=right), abs=1e-5)
+    # 111110, of six images.
+    assert task.final(model) == {'right_images': '3e'}
     assert torch.allclose(task.probe, known[tasks.permutation(6, 0, 0)])
     # No more at a time than a step trains on: what fits in training fits in evaluation.
-    assert sizes == [4, 2, 4, 2]
+    assert sizes == [4, 2, 4, 2, 4, 2]
 
 
 @pytest.mark.parametrize('side, patch, n_probe', [(32, 4, 256), (56, 8, 256), (56, 2, 20)])

@@ -44,7 +44,7 @@ FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs
                        'hole': False, 'ablation': False},
            'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
                           'ablation': False},
-           'images': {'': True, 'paper': True}, 'language': {'': True}}
+           'images': {'': True, 'subset': True, 'paper': True}, 'language': {'': True}}
 # What a result says that its record says elsewhere, or that is known from the task.
 SAID_ELSEWHERE = ('task', 'init', 'seed', 'step', 'steps', 'torch', 'device', 'target_fourier')
 # Significant digits. Fewer would round some means of the tables the other way: an accuracy is a
@@ -286,11 +286,14 @@ def rounded(value, digits):
 def recorded_log(evaluations):
     """Evaluations, one dict each -> {metric: list of numbers}.
 
-    Without seconds, what is no number, and of a Boolean run the accuracy on the whole cube, which
-    follows from those on seen and unseen inputs.
+    Without seconds, what is no number, how far M and the weights have moved (the result has the
+    last of it), and of a Boolean run the accuracy on the whole cube, which follows from those on
+    seen and unseen inputs.
     """
     metrics = dict.fromkeys(key for row in evaluations for key in row)
-    left_out = ['seconds', 'inputs', 'accuracy' if 'accuracy_unseen' in metrics else None]
+    left_out = {'seconds', 'inputs', *(name for name in metrics if name.startswith('change_'))}
+    if 'accuracy_unseen' in metrics:
+        left_out.add('accuracy')
     columns = {}
     for metric in metrics:
         column = [row.get(metric) for row in evaluations]

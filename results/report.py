@@ -488,15 +488,59 @@ IMAGES = ('task', 'images', 'arm', 'top-1 %', 'each seed', 'half-way', 'test los
           'training images %', 'prior_tv', 'epochs × seeds')
 
 
+# Whose difference answers a question: the same but for one thing.
+IMAGE_PAIRS = (('mask', 'default'), ('mask-mimetic-v', 'default-mimetic-v'),
+               ('mask-mimetic-v', 'mimetic'), ('mimetic', 'default-mimetic-v'),
+               ('impulse', 'default-learned'), ('mimetic', 'impulse'),
+               ('default-mimetic-v', 'default'), ('default-learned', 'default'))
+
+
 def images(folder):
+    found = rows('images', folder=folder)
     yield '**Images** (`bash run_all.sh images`)\n'
-    yield from table(IMAGES, [images_line(*row) for row in by_arm(rows('images', folder=folder))])
-    at_papers_size = by_arm(rows('images', 'paper', folder))
-    if at_papers_size:
-        yield '**At the paper\'s size**\n'
-        yield from table([*IMAGES, 'paper'],
-                         [[*images_line(*row), of_paper(row[2][0].row, 'images')]
-                          for row in at_papers_size])
+    yield from table(IMAGES, [images_line(*row) for row in by_arm(found)])
+    # Earlier runs do not say which images are right.
+    found = {label: runs for label, runs in found.items()
+             if all('right_images' in run.result for run in runs)}
+    lines = [[task, f'{arm} − {other}', *difference(found[f'{task}-{arm}'],
+                                                    found[f'{task}-{other}'])]
+             for task in tasks.IMAGES for arm, other in IMAGE_PAIRS
+             if {f'{task}-{arm}', f'{task}-{other}'} <= found.keys()]
+    if lines:
+        yield '**Differences** in points of top-1; the standard error is over the test images\n'
+        yield from table(['task', 'arms', 'difference', 'each seed'], lines)
+    for prefix, title in IMAGE_TABLES.items():
+        found = by_arm(rows('images', prefix, folder))
+        if found:
+            yield f'**{title}**\n'
+            yield from table([*IMAGES, 'paper'],
+                             [[*images_line(*row), of_paper(row[2][0].row, 'images')]
+                              for row in found])
+
+
+IMAGE_TABLES = {'subset': 'A fifth of CIFAR-10, 2,000 test images, 12 epochs: an earlier setting',
+                'paper': "At the paper's size"}
+
+
+def difference(runs, others):
+    """Mean difference ± its standard error, and that of each seed, of the seeds of both rows.
+
+    Both are asked the same images: the error is that of the mean over them of the difference.
+    """
+    others = {run.seed: run for run in others}
+    pairs = [[right_images(run), right_images(others[run.seed])]
+             for run in runs if run.seed in others]
+    # [seeds, images]
+    gain = torch.tensor([[a - b for a, b in zip(*pair)] for pair in pairs]) * 100.
+    error = gain.mean(0).std().item() / gain.shape[1] ** 0.5
+    return [f'{gain.mean():+.2f} ± {error:.2f}', ' '.join(f'{g:+.2f}' for g in gain.mean(1))]
+
+
+def right_images(run):
+    """[1 or 0 for each test image] of a run, as tasks.Images.final writes them; 0 in front where
+    their number is not a multiple of 4."""
+    digits = run.result['right_images']
+    return [int(bit) for digit in digits for bit in f'{int(digit, 16):04b}']
 
 
 def images_line(task, arm, runs):

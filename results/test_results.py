@@ -114,6 +114,17 @@ def test_the_index_reads_a_record_as_it_says(monkeypatch, capsys):
     assert any(label.startswith('parity2-mask 0.001 [') for label in labels)
 
 
+def test_two_arms_are_compared_image_by_image(tmp_path):
+    # Of four images right: 1010 and 1111 with the mask, 1000 and 1111 without.
+    right = {'default-s0': '8', 'default-s1': 'f', 'mask-s0': 'a', 'mask-s1': 'f'}
+    record(tmp_path, 'images', *(
+        line('images', f'cifar10-{run}', {'task': 'cifar10', 'init': run[:-3], 'epochs': 1},
+             right_images=digits) for run, digits in right.items()))
+    # Means over the seeds: 0 0 50 0; their standard deviation 25, over the root of 4.
+    assert '| cifar10 | mask − default | +12.50 ± 12.50 | +25.00 +0.00 |' in report.sections(
+        tmp_path)['images']
+
+
 def test_tables_of_each_section_by_hand(tmp_path):
     record(tmp_path, 'boolean', line('boolean', 'parity2-mask-s0', {}, loss=0.25),
            line('boolean', 'parity2-mask-s1', {}, loss=0.25, accuracy=0.7, fitted=False))
