@@ -238,7 +238,7 @@ def mixed_difference(y, seen, *bits):
     return bool((total[visible] != 0).any()) if visible.any() else None
 
 
-def measured_structure(y, seen):
+def measured_pairs(y, seen):
     """The interacting pairs of bits, bool [n, n], from the labels y [2^n] of the seen inputs alone.
 
     A bit has influence if flipping it changes a seen label. Two bits with influence interact unless
@@ -251,6 +251,34 @@ def measured_structure(y, seen):
     for i, j in combinations(influential, 2):
         needed[i, j] = needed[j, i] = mixed_difference(y, seen, i, j) is not False
     return needed
+
+
+def largest_groups(needed, bit):
+    """The largest sets of bits with this one in which all pairs interact, as sorted tuples."""
+    others = [i for i in needed[bit].nonzero()[:, 0].tolist() if i != bit]
+    interact = needed.tolist()
+    for size in range(len(others), -1, -1):
+        found = [tuple(sorted((bit, *group))) for group in combinations(others, size)
+                 if all(interact[i][j] for i, j in combinations(group, 2))]
+        if found:
+            return found
+
+
+def measured_structure(y, seen):
+    """Which bits each bit needs, bool [n, n], from measured_pairs(): one of its largest groups.
+
+    Bits next to each other in a chain of groups interact with more bits than are in any one group.
+    So each takes the group that the fewest took before. Where that leaves out a pair that
+    interacts, each bit keeps all of its pairs. (Ours.)
+    """
+    pairs = measured_pairs(y, seen)
+    needed = torch.zeros_like(pairs)
+    taken = []
+    for bit in pairs.diagonal().nonzero()[:, 0].tolist():
+        taken.append(min(largest_groups(pairs, bit), key=taken.count))
+        needed[bit, list(taken[-1])] = True
+    together = (needed.T.float() @ needed.float()) > 0
+    return needed if torch.equal(together, pairs) else pairs
 
 
 class Boolean(Task):

@@ -351,7 +351,7 @@ def found_structure():
         target, _, hole = BOOLEAN_TARGETS[task]
         y, seen = target(x), ~tasks.in_hole(x, hole)
         upper = torch.ones(tasks.BITS, tasks.BITS, dtype=torch.bool).triu(1)
-        right = tasks.measured_structure(y, torch.ones_like(seen)) & upper
+        right = tasks.measured_pairs(y, torch.ones_like(seen)) & upper
         cells = []
         for share, wrong in KNOWN.values():
             generator = torch.Generator().manual_seed(0)
@@ -360,7 +360,7 @@ def found_structure():
             negated = order[known[order]][:wrong]
             labels = y.clone()
             labels[negated] *= -1
-            opened = tasks.measured_structure(labels, known) & upper
+            opened = tasks.measured_pairs(labels, known) & upper
             cells.append(f'{(opened & right).sum()} of {right.sum()}, '
                          f'{(opened & ~right).sum()} of {(upper & ~right).sum()}')
         lines.append([task, *cells])
