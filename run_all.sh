@@ -113,8 +113,8 @@ paper() {
     for task in cifar10 cifar100 imagenet100; do
         for init in default mimetic impulse mask; do
             set -- --task $task --init $init --width 192 --layers 12 --init-std 0.02 --epochs 300 \
-                --batch 512 --warmup 10 --eval-every 10 --drop-path 0.1 --randaugment 2 --mixup 0.8 \
-                --cutmix 1 --erasing 0.25 --sdpa --compile
+                --batch 512 --lr 1e-3 --warmup 10 --eval-every 10 --drop-path 0.1 \
+                --randaugment 2 --mixup 0.8 --cutmix 1 --erasing 0.25 --sdpa --compile
             [ $init != impulse ] || set -- "$@" --positions learned --pos-std 0.36
             row images/paper/$task-$init 0 "$@"
         done

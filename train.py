@@ -161,7 +161,7 @@ NOT_OF_THE_RUN = ('device', 'threads', 'compile', 'data_dir', 'cache', 'out', 'n
 ADDITION = dict(width=128, layers=4, init_std=0.04, per_head=True, steps=2000, eval_every=1000,
                 warmup=100, weight_decay=1., bf16=True)
 IMAGES = dict(width=96, heads=3, layers=6, init_std=0.06, positions='sincos', strength=0.5,
-              level=2., per_head=True, epochs=16, eval_every=2, warmup=2, batch=128,
+              level=2., per_head=True, epochs=16, eval_every=2, warmup=2, batch=128, lr=2e-3,
               weight_decay=0.05, clip=1., bf16=True)
 LANGUAGE = dict(width=128, layers=4, pos_std=0.02, strength=1., level=0., per_head=True, steps=500,
                 batch=32, lr=4e-3, warmup=100, eval_every=125, weight_decay=0.1, clip=1., bf16=True)
