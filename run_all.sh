@@ -73,18 +73,27 @@ arithmetic() {
 }
 
 images() {
-    local init learned='--positions learned --pos-std 0.36' short=
-    [ $size = full ] || short='--epochs 3'
-    for init in default mimetic mask; do
-        row images/cifar10-$init "$two" --task cifar10 --init $init $short
-    done
-    [ $size = full ] || return 0
-    # With the positions of its authors; the default has a row with them, too.
-    row images/cifar10-impulse "$two" --task cifar10 --init impulse $learned
-    row images/cifar10-default-learned "$two" --task cifar10 --init default $learned
-    # mimetic and impulse set W_V and W_proj as well.
-    for init in default mask; do
-        row images/cifar10-$init-mimetic-v "$two" --task cifar10 --init $init --mimetic-v
+    local task init
+    if [ $size = quick ]; then
+        for init in default mimetic mask; do
+            row images/cifar10-$init 0 --task cifar10 --init $init --epochs 3
+        done
+        return
+    fi
+    for task in cifar10 imagenet100; do
+        set -- --task $task
+        [ $task = cifar10 ] || set -- --task $task --image-size 64 --patch 8
+        for init in default mimetic mask; do
+            row images/$task-$init "$two" "$@" --init $init
+        done
+        # mimetic and impulse set W_V and W_proj as well.
+        for init in default mask; do
+            row images/$task-$init-mimetic-v "$two" "$@" --init $init --mimetic-v
+        done
+        # As the authors of impulse have the positions.
+        set -- "$@" --positions learned --pos-std 0.36
+        row images/$task-default-learned "$two" "$@" --init default
+        row images/$task-impulse "$two" "$@" --init impulse
     done
 }
 

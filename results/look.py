@@ -17,6 +17,7 @@ VARIANTS = {
     '': ('-', ''),
     'mimetic-v': ('--', 'V of mimetic'),
     'shared': (':', 'one for all heads'),
+    'learned': (':', 'learned positions'),
     'no-positions': ('--', 'no positions'),
 }
 STYLE = {'font.size': 8.5, 'axes.titlesize': 9, 'axes.labelsize': 8.5, 'xtick.labelsize': 8,

@@ -44,7 +44,8 @@ FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs
                        'hole': False, 'ablation': False},
            'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
                           'ablation': False},
-           'images': {'': True, 'subset': True, 'paper': True}, 'language': {'': True}}
+           'images': {'': True, 'earlier': True, 'epoch': True, 'paper': True},
+           'language': {'': True}}
 # What a result says that its record says elsewhere, or that is known from the task.
 SAID_ELSEWHERE = ('task', 'init', 'seed', 'step', 'steps', 'torch', 'device', 'target_fourier')
 # Significant digits. Fewer would round some means of the tables the other way: an accuracy is a
