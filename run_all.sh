@@ -14,6 +14,8 @@ size=full
 if [ "${1:-}" = quick ]; then size=quick OUT=$OUT/quick; shift; fi
 two='0 1' three='0 1 2' five='0 1 2 3 4' ten='0 1 2 3 4 5 6 7 8 9'
 [ $size = full ] || two=0 three=0 five=0 ten=0
+# The positions of impulse's authors.
+learned='--positions learned --pos-std 0.36'
 
 # A row of a table: its name, its seeds, the arguments of train.py. One line a run.
 row() {
@@ -73,27 +75,21 @@ arithmetic() {
 }
 
 images() {
-    local task init
-    if [ $size = quick ]; then
-        for init in default mimetic mask; do
-            row images/cifar10-$init 0 --task cifar10 --init $init --epochs 3
-        done
-        return
-    fi
-    for task in cifar10 imagenet100; do
+    local task init tasks='cifar10 imagenet100' short=
+    [ $size = full ] || tasks=cifar10 short='--epochs 3'
+    for task in $tasks; do
         set -- --task $task
-        [ $task = cifar10 ] || set -- --task $task --image-size 64 --patch 8
+        [ $task = cifar10 ] || set -- "$@" --image-size 64 --patch 8
         for init in default mimetic mask; do
-            row images/$task-$init "$two" "$@" --init $init
+            row images/$task-$init "$two" "$@" --init $init $short
         done
+        [ $size = full ] || return 0
         # mimetic and impulse set W_V and W_proj as well.
         for init in default mask; do
             row images/$task-$init-mimetic-v "$two" "$@" --init $init --mimetic-v
         done
-        # As the authors of impulse have the positions.
-        set -- "$@" --positions learned --pos-std 0.36
-        row images/$task-default-learned "$two" "$@" --init default
-        row images/$task-impulse "$two" "$@" --init impulse
+        row images/$task-default-learned "$two" "$@" $learned --init default
+        row images/$task-impulse "$two" "$@" $learned --init impulse
     done
 }
 
@@ -124,7 +120,7 @@ paper() {
             set -- --task $task --init $init --width 192 --layers 12 --init-std 0.02 --epochs 300 \
                 --batch 512 --lr 1e-3 --warmup 10 --eval-every 10 --drop-path 0.1 \
                 --randaugment 2 --mixup 0.8 --cutmix 1 --erasing 0.25 --sdpa --compile
-            [ $init != impulse ] || set -- "$@" --positions learned --pos-std 0.36
+            [ $init != impulse ] || set -- "$@" $learned
             row images/paper/$task-$init 0 "$@"
         done
     done
