@@ -45,7 +45,7 @@ FOLDERS = {'boolean': {'': True, 'interventions': True, 'measured': True, 'knobs
            'arithmetic': {'': True, 'interventions': True, 'weight-decay-3': True,
                           'ablation': False},
            'images': {'': True, 'earlier': True, 'epoch': True, 'paper': True},
-           'language': {'': True}}
+           'language': {'': True, 'short': True}}
 # What a result says that its record says elsewhere, or that is known from the task.
 SAID_ELSEWHERE = ('task', 'init', 'seed', 'step', 'steps', 'torch', 'device', 'target_fourier')
 # Significant digits. Fewer would round some means of the tables the other way: an accuracy is a

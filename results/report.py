@@ -549,42 +549,57 @@ def images_line(task, arm, runs):
     top1 = values(runs, 'accuracy', 100)
     examples = runs[0].result['training_examples']
     return [task, f'{examples:,}', arm, spread(top1), each(top1),
-            spread([100 * half_way(run) for run in runs]), spread(values(runs, 'loss'), 3),
+            spread(half_way(runs)), spread(values(runs, 'loss'), 3),
             f'{mean(values(runs, "accuracy_seen", 100)):.1f}', prior_tv(runs),
             f'{runs[0].settings.epochs} × {len(runs)}']
 
 
-def half_way(run):
-    """The accuracy at the evaluation nearest to half of the steps."""
-    distance = [abs(step - run.steps / 2) for step in run.log['step']]
-    return run.log['accuracy'][distance.index(min(distance))]
+def half_way(runs):
+    """Top-1 of each run at the evaluation nearest to half of its steps, %; of short runs none."""
+    found = []
+    for run in runs:
+        distance = {abs(step - run.steps / 2): 100 * accuracy for step, accuracy
+                    in zip(run.log['step'], run.log['accuracy']) if 0 < step < run.steps}
+        if distance:
+            found.append(distance[min(distance)])
+    return found
+
+
+LANGUAGE = ('task', 'arm', 'validation', 'each seed', 'gain over the default', 'test', 'each seed',
+            'context × 2', 'context × 4', "step at the default's final", 'prior_tv',
+            'steps × seeds')
+LANGUAGE_TABLES = {
+    '': 'Language (`bash run_all.sh language`): word-level perplexity',
+    'short': 'An earlier setting: 500 steps without dropout'}
 
 
 def language(folder):
-    found = rows('language', folder=folder)
-    yield '**Language** (`bash run_all.sh language`): word-level perplexity\n'
-    yield from table(['task', 'arm', 'validation', 'each seed', 'test', 'context × 2',
-                      'context × 4', "step at the default's final", 'prior_tv', 'steps × seeds'],
-                     [[task, arm, *language_outcome(runs, found.get(f'{task}-default', []))]
-                      for task, arm, runs in by_arm(found)])
+    for prefix, title in LANGUAGE_TABLES.items():
+        found = rows('language', prefix, folder)
+        lines = [[task, arm, *language_outcome(runs, found.get(f'{task}-default', []))]
+                 for task, arm, runs in by_arm(found)]
+        if lines:
+            yield f'**{title}**\n'
+            yield from table(LANGUAGE, lines)
 
 
 def language_outcome(runs, default):
-    validation = values(runs, 'perplexity')
-    others = [spread(values(runs, f'perplexity_{what}')) for what in ('test', '2x', '4x')]
-    reached = [reached_at(run, default) for run in runs]
-    return [spread(validation), each(validation), *others,
-            ' '.join('–' if step is None else str(step) for step in reached), prior_tv(runs),
-            f'{runs[0].steps} × {len(runs)}']
+    validation, test = values(runs, 'perplexity'), values(runs, 'perplexity_test')
+    # Of the default of the same seed.
+    log_of = {run.seed: run.log for run in default}
+    pairs = [(run.log, log_of[run.seed]) for run in runs if run.seed in log_of]
+    gains = [other['perplexity'][-1] - log['perplexity'][-1] for log, other in pairs]
+    longer = [spread(values(runs, f'perplexity_{times}')) for times in ('2x', '4x')]
+    return [spread(validation), each(validation), '' if runs is default else spread(gains),
+            spread(test), each(test), *longer,
+            ' '.join(reached_at(log, other['perplexity'][-1]) for log, other in pairs),
+            prior_tv(runs), f'{runs[0].steps} × {len(runs)}']
 
 
-def reached_at(run, default):
-    """The first step at or below the final perplexity of the default of the same seed, or None."""
-    final = [other.log['perplexity'][-1] for other in default if other.seed == run.seed]
-    for step, perplexity in zip(run.log['step'], run.log['perplexity']):
-        if final and perplexity <= final[0]:
-            return step
-    return None
+def reached_at(log, final):
+    """The step of the first evaluation with this perplexity or a lower one; – for none."""
+    return next((str(step) for step, perplexity in zip(log['step'], log['perplexity'])
+                 if perplexity <= final), '–')
 
 
 # ----------------------------------------------------------------------- theory and speed
