@@ -94,14 +94,21 @@ images() {
 }
 
 language() {
-    local task init short=
+    local task init seeds=$two short=
+    # c = sigmoid(30) = 1: ALiBi
+    local alibi='--init mask --freeze-mask --level 30' none='--positions none'
     [ $size = full ] || short='--steps 100'
     for task in wikitext2 tinystories; do
-        for init in default mask qk-opt; do
-            row language/$task-$init "$two" --task $task --init $init $short
+        for init in default qk-opt mask; do
+            row language/$task-$init "$seeds" --task $task --init $init $short
         done
-        # c = sigmoid(30) = 1: ALiBi
-        row language/$task-alibi "$two" --task $task --init mask --freeze-mask --level 30 $short
+        row language/$task-alibi "$seeds" --task $task $alibi $short
+        [ $size = full ] || continue
+        row language/$task-qk-svd "$seeds" --task $task --init qk-svd
+        row language/$task-no-positions-default "$seeds" --task $task --init default $none
+        row language/$task-no-positions-alibi "$seeds" --task $task $alibi --tie-mask $none
+        row language/$task-no-positions-mask "$seeds" --task $task --init mask --tie-mask $none
+        seeds=$three
     done
 }
 

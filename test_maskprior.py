@@ -122,6 +122,8 @@ def test_vmap_over_the_mask_alone_equals_a_loop():
     weights = lambda M: attention_weights(q, k, mask_bias(M))
     masks = torch.randn(4, 5, 5).double()
     assert torch.allclose(torch.vmap(weights)(masks), torch.stack([weights(M) for M in masks]))
+
+
 MASKS = {'shared': lambda M: M, 'per head': lambda M: M * torch.arange(1., 4)[:, None, None],
          'transposed': lambda M: M.T, 'stride 0': lambda M: M[:1].expand(17, 17),
          'one token': lambda M: M[:1, :1]}
@@ -356,6 +358,8 @@ def test_arms_hold_the_prior_on_inputs_they_were_not_fitted_to(arm, at_most, cau
 def vit(grid=(8, 8), **options):
     torch.manual_seed(0)
     return maskprior.Transformer((3, 4), grid, 10, **dict(D=96, H=3, L=1) | options)
+
+
 IMAGES = torch.randn(32, 3, 32, 32, generator=seeded())
 
 
@@ -894,6 +898,8 @@ def test_a_binary_record_of_cifar100_has_a_coarse_and_a_fine_label_and_three_pla
 class Gadget:
     def __reduce__(self):
         return os.mkdir, ('marker',)
+
+
 TWO = torch.zeros(2, 3072, dtype=torch.uint8)
 
 
@@ -934,6 +940,8 @@ def test_a_damaged_or_foreign_archive_is_named_and_nothing_is_unpacked(tmp_path,
     with pytest.raises(tasks.DataError, match=f'cifar-10-python.tar.gz .*{member}') as error:
         tasks.cifar('cifar10', tmp_path / 'data')
     assert '\n' not in str(error.value) and [*tmp_path.rglob('*')] == [path.parent, path]
+
+
 SIZE = 1_280_000
 DATA_FILE = bytes(range(256)) * (SIZE // 256)
 MD5 = hashlib.md5(DATA_FILE).hexdigest()
@@ -1074,6 +1082,8 @@ def image_task(monkeypatch, name, *data, **options):
     loader = name if name == 'imagenet100' else 'cifar'
     monkeypatch.setattr(tasks, loader, lambda *_: data)
     return tasks.Images(name, '', **options)
+
+
 CONSTANTS = {'cifar10': ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
              'cifar100': ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
              'imagenet100': ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -1511,6 +1521,8 @@ def test_without_numpy_and_in_another_locale_files_are_read_as_they_are_here(tmp
     here = ascii(tasks.corpus('wikitext2', tmp_path / 'clean'))
     assert done.stdout.splitlines() == [here] * 3 + [str(2 * MARKED.sum().item())], done.stderr
     assert 'caf\\xe9' in here and not done.stderr
+
+
 LM = ('--task wikitext2 --width 16 --heads 2 --layers 1 --context 8 --batch 4 --steps 4 '
       '--eval-every 2').split()
 
@@ -1632,9 +1644,8 @@ def test_real_imagenet_files_of_any_size(tmp_path):
     assert len(tasks.decode_images(files, 64, tmp_path)) == len(files) > 1
 
 
-
-
 # --------------------------------------------------------------------------------------- theory
+
 SHORT = dict(steps=40, T=100)
 
 
@@ -1792,6 +1803,8 @@ def test_the_link_to_training_attributes_the_moves(tmp_path, monkeypatch):
     model = theory_training.train.build(theory_training.train.parse(['--init', 'mask']))[1]
     owners = [theory_training.owner(name) for name, _ in model.named_parameters()]
     assert (owners.count('M'), owners.count('QK')) == (2, 4)
+
+
 VIT = ['--task', 'cifar10', '--width', '24', '--layers', '2', '--epochs', '2', '--batch', '32',
        '--eval-every', '1', '--warmup', '0']
 LM_RUN = ['--task', 'wikitext2', '--layers', '1', '--context', '8', '--batch', '4', '--steps', '40',
@@ -2283,6 +2296,8 @@ def test_priors_are_written_on_the_cpu_and_the_model_is_moved_then(monkeypatch):
     _, model, target = train.build(settings)
     assert len(seen) > 10 and all(tensor.device.type == 'cpu' for tensor in seen)
     assert all(tensor.is_meta for tensor in [*model.parameters(), target])
+
+
 PRETEND = HERE.parent / 'shared' / 'tools' / 'pretend.py'
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
