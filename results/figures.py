@@ -296,7 +296,7 @@ def language(folder):
     for axis, (task, arms) in zip(axes, found.items()):
         axis.set_yscale('log')
         # At step 0 it is the size of the vocabulary, which would hide the rest.
-        panel(axis, arms, 'perplexity', '#.3g', True, 0.055, first=1)
+        panel(axis, arms, 'perplexity', '.1f', True, 0.055, first=1)
         axis.set(title=task, xlabel='training step')
         axis.minorticks_off()
         axis.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 4, 5, 7))
