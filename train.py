@@ -183,7 +183,7 @@ RECIPES = {
     'cifar100': IMAGES,
     'imagenet100': IMAGES | dict(crop='resized'),
     'wikitext2': LANGUAGE,
-    'tinystories': LANGUAGE,
+    'tinystories': LANGUAGE | dict(dropout=0.1, steps=2000, eval_every=250),
 }
 
 
