@@ -285,8 +285,7 @@ def differences(sums, images):
            f'{default:.2f} %, the paper\'s 1.19 %. Our images are a small ViT on lossy copies of '
            f'CIFAR-10, {epochs} epochs instead of 300: the mask is {over_default[0]} '
            'points above the default (± standard error over the test images; the paper: +1.46), '
-           f'and with mimetic\'s W_V and W_proj {over_mimetic[0]} above mimetic. Our WikiText-2 '
-           'models see half an epoch.')
+           f'and with mimetic\'s W_V and W_proj {over_mimetic[0]} above mimetic.')
 
 
 # -------------------------------------------------------------------------------- boolean
@@ -570,7 +569,7 @@ LANGUAGE = ('task', 'arm', 'validation', 'each seed', 'gain over the default', '
             'steps × seeds')
 LANGUAGE_TABLES = {
     '': 'Language (`bash run_all.sh language`): word-level perplexity',
-    'short': 'An earlier setting: 500 steps without dropout'}
+    'short': 'Earlier, shorter runs: 500 steps without dropout'}
 
 
 def language(folder):
