@@ -182,7 +182,7 @@ RECIPES = {
     'cifar10': IMAGES,
     'cifar100': IMAGES,
     'imagenet100': IMAGES | dict(crop='resized'),
-    'wikitext2': LANGUAGE | dict(steps=6120, eval_every=1020),
+    'wikitext2': LANGUAGE | dict(steps=6120, eval_every=510),
     'tinystories': LANGUAGE | dict(dropout=0.1, steps=2000, eval_every=250),
 }
 
