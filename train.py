@@ -182,7 +182,7 @@ RECIPES = {
     'cifar10': IMAGES,
     'cifar100': IMAGES,
     'imagenet100': IMAGES | dict(crop='resized'),
-    'wikitext2': LANGUAGE | dict(steps=6120, eval_every=510),
+    'wikitext2': LANGUAGE | dict(steps=3060, eval_every=510, bf16=False),
     'tinystories': LANGUAGE | dict(dropout=0.1, steps=2000, eval_every=250),
 }
 
