@@ -1885,6 +1885,17 @@ def test_boolean_tasks_take_one_thread_unless_told_otherwise(monkeypatch, option
     assert chosen == [threads, 2]
 
 
+@pytest.mark.parametrize('fast, options, bf16', [
+    (True, [], True), (False, [], False), (False, ['--bf16'], True), (True, ['--bf16=false'], False)])
+def test_a_recipe_is_in_bf16_where_the_device_is_fast_in_it(monkeypatch, fast, options, bf16):
+    chosen = []
+    monkeypatch.setattr(train, 'fast_in_bf16', lambda device: fast)
+    monkeypatch.setattr(train, 'run', lambda settings, _: chosen.append(settings.bf16))
+    monkeypatch.setattr(train, 'check_folder', lambda _: False)
+    train.main(['--task', 'add3', *options])
+    assert train.RECIPES['add3']['bf16'] and chosen == [bf16]
+
+
 def test_output_goes_through_a_terminal_without_unicode(monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
     monkeypatch.setattr(sys, 'stdout', terminal)
@@ -2311,7 +2322,8 @@ FAMILIES = {
     'images': '--task cifar10 --positions learned --pos-std 0.36 --patch 8 --width 36 --layers 1 '
               '--epochs 2 --batch 50 --eval-every 1 --randaugment 2 --mixup 0.8 --cutmix 1 '
               '--erasing 0.5 --drop-path 0.1',
-    'language': f'--task wikitext2 --width 16 --layers 1 --context 8 --dropout 0.1 {FOUR}',
+    'language': f'--task wikitext2 --width 16 --layers 1 --context 8 --dropout 0.1 '
+                f'--bf16 {FOUR}',
 }
 
 
