@@ -1886,7 +1886,8 @@ def test_boolean_tasks_take_one_thread_unless_told_otherwise(monkeypatch, option
 
 
 @pytest.mark.parametrize('fast, options, bf16', [
-    (True, [], True), (False, [], False), (False, ['--bf16'], True), (True, ['--bf16=false'], False)])
+    (True, [], True), (False, [], False), (False, ['--bf16'], True),
+    (True, ['--bf16=false'], False)])
 def test_a_recipe_is_in_bf16_where_the_device_is_fast_in_it(monkeypatch, fast, options, bf16):
     chosen = []
     monkeypatch.setattr(train, 'fast_in_bf16', lambda device: fast)

@@ -190,6 +190,7 @@ def findings(folder):
         yield from two_causes(complete)
     yield from worth(sums)
     yield from symmetry(plain, rows('boolean', 'hole', folder))
+    yield from next_words(rows('language', folder=folder))
     yield from differences(sums, rows('images', folder=folder))
 
 
@@ -201,30 +202,31 @@ FIXED = {'': 'neither', 'freeze-qk': 'W_Q and W_K', 'hold-inputs': 'inputs of q 
 def persistence(plain, names):
     def labels(*arms):
         return [f'{task}-{arm}' for task in names for arm in arms]
-    yield (f'- **In M the prior stays; in W_Q and W_K much of it is lost.** On {", ".join(names)} '
-           f'prior_tv ends at {tv_range(plain, labels("mask"))} with the mask, at '
-           f'{tv_range(plain, labels(*QK_ARMS))} with the QK arms, at '
+    yield ('- **On the Boolean tasks M keeps the prior; W_Q and W_K lose much of it.** On '
+           f'{", ".join(names)} prior_tv ends at {tv_range(plain, labels("mask"))} with the mask, '
+           f'at {tv_range(plain, labels(*QK_ARMS))} with the QK arms, at '
            f'{tv_range(plain, labels("default"))} without a prior. At least 99.9 % of the unseen '
            f'inputs are right in {right_runs(plain, labels("mask"))} runs with the mask, in '
            f'{right_runs(plain, labels(*QK_ARMS))} with the QK arms.')
 
 
 def two_causes(by_task):
-    seeds = ', '.join(str(len(common_seeds(of_task))) for of_task in by_task.values())
+    numbers = [str(len(common_seeds(of_task))) for of_task in by_task.values()]
+    seeds = f'{numbers[0]} seeds each' if len({*numbers}) == 1 else f'{", ".join(numbers)} seeds'
     yield ('- **A prior in W_Q and W_K is lost in two ways: these weights change, and so do the '
-           'inputs of q and k** (ours). Either can be held as before training. Accuracy on unseen '
-           f'inputs, %, in the order {", ".join(by_task)} ({seeds} seeds; cyclic3 with 1,000 '
-           'steps; *: not all runs have fitted):\n')
+           'inputs of q and k** (ours). Either can be held: frozen weights, or inputs from the '
+           'untrained model. Accuracy on unseen inputs, %, in the order '
+           f'{", ".join(by_task)} ({seeds}; cyclic3 with 1,000 steps; *: not all runs have '
+           'fitted):\n')
     lines = []
     for kind, words in FIXED.items():
         lines.append([words, *(', '.join(unseen(of_task, arm, kind)
                                          for of_task in by_task.values()) for arm in QK_ARMS)])
     for line in table(['held', *QK_ARMS], lines):
         yield f'  {line}'.rstrip()
-    yield ('  With both held every run is right: a prior that is kept works there, too '
-           '([in addition](results/arithmetic.md) as well). On parity2 the inputs decide. On maj3 '
-           'they save every run of qk-svd and none of qk-opt. On cyclic3 neither alone saves every '
-           'run. The mask is right whatever is held, M included (figure).')
+    yield ('  With both held every run is right: a prior that is kept works there, too (so in '
+           '[add3](results/arithmetic.md)). Held inputs are enough on parity2, on maj3 for qk-svd; '
+           'on cyclic3 neither alone is. The mask is right whatever is held, M included (figure).')
 
 
 def common_seeds(of_task):
@@ -248,8 +250,8 @@ def worth(sums):
             return
         yield (f'- **What a prior is worth.** For 90 % exact match in addition the mask needs '
                f'{100 * shares[0]:.2g} % of the pairs, the default {100 * shares[1]:.2g} % '
-               '(interpolated; one setting for all arms, and tuned for itself the default may need '
-               'less: [arithmetic](results/arithmetic.md)). The QK arms lie between.')
+               '(interpolated; a default tuned for itself may need less: '
+               '[arithmetic](results/arithmetic.md)). The QK arms lie between.')
 
 
 def symmetry(plain, hole):
@@ -259,19 +261,35 @@ def symmetry(plain, hole):
     diff2 = {arm: f'{mean(values(plain[f"diff2-{arm}"], "accuracy", 100)):.0f} %'
              for arm in MAIN_ARMS}
     priors = ' and '.join(dict.fromkeys(diff2[arm] for arm in MAIN_ARMS[1:]))
-    yield ('- **A mask decides what its symmetry decides** (Boolean tasks). It treats its tokens '
-           'alike, so on the unseen (+,-) it answers what it saw on (-,+). On `diff2` that is '
-           f'wrong: mask and QK arms {priors}, default {diff2["default"]}. No exchange maps (-,-) '
-           f'to seen inputs: {right_runs(hole, tried)} runs of {len(tried)} masks are right. What '
-           'the mask does on `diff2` and `parity3` was predicted before the runs. That the '
-           'defaults follow the MDI was, too, and came in '
-           f'{as_mdi(plain["parity3-default"])} and {as_mdi(plain["diff2-default"])} runs.')
+    yield ('- **A mask imposes a symmetry** (Boolean tasks). It treats the interacting bits alike, '
+           'so on the unseen (+,-) it repeats what it saw on (-,+). On `diff2` that is wrong: mask '
+           f'and QK arms {priors}, default {diff2["default"]}. If parity2\'s hole is (-,-), '
+           f'which no exchange of bits reaches, {right_runs(hole, tried)} runs of {len(tried)} masks '
+           'are right. Predicted on `diff2` and `parity3`: the mask\'s answers, which came, and the '
+           f'default at the MDI, in {as_mdi(plain["diff2-default"])} and '
+           f'{as_mdi(plain["parity3-default"])} runs.')
 
 
 def as_mdi(runs):
     """'3 of 5': the runs whose accuracy is within a point of the MDI's."""
     gaps = [abs(run.result['accuracy'] - run.result['mdi_accuracy']) for run in runs]
     return f'{sum(gap < 0.01 for gap in gaps)} of {len(runs)}'
+
+
+def next_words(language):
+    """Mean test perplexity beside the default's, of what is recorded."""
+    lines = []
+    for task, name in ('tinystories', 'TinyStories'), ('wikitext2', 'WikiText-2'):
+        default = language.get(f'{task}-default')
+        found = {arm: language[f'{task}-{arm}'] for arm in MAIN_ARMS[1:]
+                 if default and f'{task}-{arm}' in language}
+        if found:
+            base = mean(values(default, 'perplexity_test'))
+            changes = [f'{arm} {100 * (mean(values(runs, "perplexity_test")) / base - 1):+.1f} %'
+                       for arm, runs in found.items()]
+            lines.append(f'{", ".join(changes)} ({name}, seeds: {len(default)})')
+    if lines:
+        yield f'- **Language.** Test perplexity against the default: {"; ".join(lines)}.'
 
 
 def differences(sums, images):
@@ -281,9 +299,9 @@ def differences(sums, images):
         return
     default = mean(values(sums['add3-0.004-default'], 'sequence_accuracy', 100))
     epochs = images['cifar10-mask'][0].settings.epochs
-    yield ('- **Where ours differs from the paper.** At 0.4 % of addition our default has '
-           f'{default:.2f} %, the paper\'s 1.19 %. Our images are a small ViT on lossy copies of '
-           f'CIFAR-10, {epochs} epochs instead of 300: the mask is {over_default[0]} '
+    yield ('- **Where ours differs from the paper.** At 0.4 % of the pairs of add3 our default has '
+           f'{default:.2f} %, the paper\'s 1.19 %. On images we train a small ViT on JPEG copies '
+           f'of CIFAR-10, {epochs} epochs instead of 300: the mask is {over_default[0]} '
            'points above the default (± standard error over the test images; the paper: +1.46), '
            f'and with mimetic\'s W_V and W_proj {over_mimetic[0]} above mimetic.')
 
