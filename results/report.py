@@ -248,10 +248,10 @@ def worth(sums):
         signs, shares = zip(*(needed(curve[arm], 0.9) for arm in ('mask', 'default')))
         if any(signs):
             return
-        yield (f'- **What a prior is worth.** For 90 % exact match in addition the mask needs '
+        yield (f'- **What a prior is worth.** For 90 % exact match on add3 the mask needs '
                f'{100 * shares[0]:.2g} % of the pairs, the default {100 * shares[1]:.2g} % '
-               '(interpolated; a default tuned for itself may need less: '
-               '[arithmetic](results/arithmetic.md)). The QK arms lie between.')
+               '(interpolated, [more shares](results/arithmetic.md); a default tuned for itself '
+               'may need less). The QK arms lie between.')
 
 
 def symmetry(plain, hole):
@@ -264,9 +264,9 @@ def symmetry(plain, hole):
     yield ('- **A mask imposes a symmetry** (Boolean tasks). It treats the interacting bits alike, '
            'so on the unseen (+,-) it repeats what it saw on (-,+). On `diff2` that is wrong: mask '
            f'and QK arms {priors}, default {diff2["default"]}. If parity2\'s hole is (-,-), '
-           f'which no exchange of bits reaches, {right_runs(hole, tried)} runs of {len(tried)} masks '
-           'are right. Predicted on `diff2` and `parity3`: the mask\'s answers, which came, and the '
-           f'default at the MDI, in {as_mdi(plain["diff2-default"])} and '
+           f'which no exchange of bits reaches, {right_runs(hole, tried)} runs '
+           f'(masks of {len(tried)} kinds) are right. Of our predictions for `diff2` and `parity3` the mask\'s came true; the '
+           f'default\'s, the MDI, in {as_mdi(plain["diff2-default"])} and '
            f'{as_mdi(plain["parity3-default"])} runs.')
 
 
