@@ -265,8 +265,9 @@ def symmetry(plain, hole):
            'so on the unseen (+,-) it repeats what it saw on (-,+). On `diff2` that is wrong: mask '
            f'and QK arms {priors}, default {diff2["default"]}. If parity2\'s hole is (-,-), '
            f'which no exchange of bits reaches, {right_runs(hole, tried)} runs '
-           f'(masks of {len(tried)} kinds) are right. Of our predictions for `diff2` and `parity3` the mask\'s came true; the '
-           f'default\'s, the MDI, in {as_mdi(plain["diff2-default"])} and '
+           f'(masks of {len(tried)} kinds) are right. Of our predictions for `diff2` and '
+           '`parity3` the mask\'s came true; the default\'s, the MDI, in '
+           f'{as_mdi(plain["diff2-default"])} and '
            f'{as_mdi(plain["parity3-default"])} runs.')
 
 
