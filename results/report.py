@@ -278,19 +278,22 @@ def as_mdi(runs):
 
 
 def next_words(language):
-    """Mean test perplexity beside the default's, of what is recorded."""
+    """Mean test perplexity beside the default's of the same seeds, of what is recorded."""
     lines = []
     for task, name in ('tinystories', 'TinyStories'), ('wikitext2', 'WikiText-2'):
-        default = language.get(f'{task}-default')
-        found = {arm: language[f'{task}-{arm}'] for arm in MAIN_ARMS[1:]
-                 if default and f'{task}-{arm}' in language}
-        if found:
-            base = mean(values(default, 'perplexity_test'))
-            changes = [f'{arm} {100 * (mean(values(runs, "perplexity_test")) / base - 1):+.1f} %'
-                       for arm, runs in found.items()]
-            lines.append(f'{", ".join(changes)} ({name}, seeds: {len(default)})')
+        default = {run.seed: run for run in language.get(f'{task}-default', [])}
+        changes = []
+        for arm in MAIN_ARMS[1:]:
+            runs = [run for run in language.get(f'{task}-{arm}', []) if run.seed in default]
+            if runs:
+                own = mean(values(runs, 'perplexity_test'))
+                other = mean(values([default[run.seed] for run in runs], 'perplexity_test'))
+                changes.append(f'{arm} {100 * (own / other - 1):+.1f} % ({len(runs)})')
+        if changes:
+            lines.append(f'{name}: {", ".join(changes)}')
     if lines:
-        yield f'- **Language.** Test perplexity against the default: {"; ".join(lines)}.'
+        yield ('- **Language.** Test perplexity against the default of the same seeds (their '
+               f'number). {"; ".join(lines)}.')
 
 
 def differences(sums, images):

@@ -181,6 +181,15 @@ def test_interventions_are_compared_on_the_seeds_that_all_of_them_have(tmp_path)
     assert '| neither | 60 | 60 |' in '\n'.join(report.two_causes({'parity2': fixed}))
 
 
+def test_perplexities_are_compared_on_the_seeds_of_both(tmp_path):
+    found = {'default-s0': 100., 'default-s1': 200., 'mask-s1': 150., 'mask-s2': 1., 'qk-opt-s2': 1.}
+    record(tmp_path, 'language', *(
+        line('language', f'wikitext2-{name}', {'task': 'wikitext2'}, perplexity_test=perplexity)
+        for name, perplexity in sorted(found.items())))
+    said = '\n'.join(report.next_words(records.rows('language', folder=tmp_path)))
+    assert said.endswith('. WikiText-2: mask -25.0 % (1).')
+
+
 def test_tables_go_to_their_places_and_to_all_or_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, 'HERE', tmp_path / 'results')
     monkeypatch.setattr(report, 'sections', lambda: {'x': '1'})
