@@ -234,6 +234,12 @@ def values(runs, metric, scale=1):
     return found if scale == 1 else [scale * value for value in found]
 
 
+def same_seeds(runs, others):
+    """[(run, the other run of its seed)], of the seeds that both have."""
+    of_seed = {other.seed: other for other in others}
+    return [(run, of_seed[run.seed]) for run in runs if run.seed in of_seed]
+
+
 def changed(record, before):
     """{option: what it was} of the settings, but the seed, in which two records differ."""
     now, was = train.run_config(record.settings), train.run_config(before.settings)

@@ -25,7 +25,7 @@ from train import RunError
 
 from records import (ARMS, INTERVENTIONS, MAIN_ARMS, PAPER_TASKS, QK_ARMS, SECTIONS, all_arguments,
                      by_arm, by_row, changed, check_rows, collect, find_runs, intervened, place,
-                     read_json, read_run, records, rows, section_of, values)
+                     read_json, read_run, records, rows, same_seeds, section_of, values)
 
 # By what runs are compared: metric, scale, name.
 MEASURE = {'boolean': ('accuracy', 100, 'accuracy %'),
@@ -281,14 +281,12 @@ def next_words(language):
     """Mean test perplexity beside the default's of the same seeds, of what is recorded."""
     lines = []
     for task, name in ('tinystories', 'TinyStories'), ('wikitext2', 'WikiText-2'):
-        default = {run.seed: run for run in language.get(f'{task}-default', [])}
         changes = []
         for arm in MAIN_ARMS[1:]:
-            runs = [run for run in language.get(f'{task}-{arm}', []) if run.seed in default]
-            if runs:
-                own = mean(values(runs, 'perplexity_test'))
-                other = mean(values([default[run.seed] for run in runs], 'perplexity_test'))
-                changes.append(f'{arm} {100 * (own / other - 1):+.1f} % ({len(runs)})')
+            pairs = same_seeds(*(language.get(f'{task}-{name}', []) for name in (arm, 'default')))
+            if pairs:
+                own, other = (mean(values(runs, 'perplexity_test')) for runs in zip(*pairs))
+                changes.append(f'{arm} {100 * (own / other - 1):+.1f} % ({len(pairs)})')
         if changes:
             lines.append(f'{name}: {", ".join(changes)}')
     if lines:
@@ -548,9 +546,9 @@ def difference(found, task, arm, other):
     Both are asked the same images: the error is that of the mean over them of the difference. None
     without common seeds; earlier runs, which do not say which images are right, do not count.
     """
-    of_arm, of_other = ({run.seed: right_images(run) for run in found.get(f'{task}-{name}', [])
-                         if 'right_images' in run.result} for name in (arm, other))
-    pairs = [[right, of_other[seed]] for seed, right in of_arm.items() if seed in of_other]
+    of_arm, of_other = ([run for run in found.get(f'{task}-{name}', [])
+                         if 'right_images' in run.result] for name in (arm, other))
+    pairs = [[*map(right_images, pair)] for pair in same_seeds(of_arm, of_other)]
     if not pairs:
         return None
     right, right_of_other = torch.tensor(pairs).unbind(1)                # [seeds, images]
@@ -606,9 +604,7 @@ def language(folder):
 
 def language_outcome(runs, default):
     validation, test = values(runs, 'perplexity'), values(runs, 'perplexity_test')
-    # Of the default of the same seed.
-    log_of = {run.seed: run.log for run in default}
-    pairs = [(run.log, log_of[run.seed]) for run in runs if run.seed in log_of]
+    pairs = [(run.log, other.log) for run, other in same_seeds(runs, default)]
     gains = [other['perplexity'][-1] - log['perplexity'][-1] for log, other in pairs]
     longer = [spread(values(runs, f'perplexity_{times}')) for times in ('2x', '4x')]
     return [spread(validation), each(validation), '' if runs is default else spread(gains),

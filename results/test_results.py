@@ -154,7 +154,8 @@ def test_tables_of_each_section_by_hand(tmp_path):
             ('arithmetic', '| add3 | 0.4 % | mask | 100.00 | 100.00 | 75.00 |'),
             ('arithmetic', '| <0.1 %, more than 3.2 times less | 0.1 %, 10.0 times less |'),
             ('images', '| cifar10 | 100 | default | 50.00 | 50.00 | 25.00 | 1.000 | 50.0 |'),
-            ('language', '| 20.00 | 20.00 | 10.00 | 21.00 | 21.00 |  |  | 2 | 0.125 → 0.250 | 4 × 1 |')):
+            ('language', '| 20.00 | 20.00 | 10.00 | 21.00 | 21.00 |  |  | 2'
+             ' | 0.125 → 0.250 | 4 × 1 |')):
         assert text in tables[section]
     assert tables['arithmetic'].count('| 77.49 |') == 1
     # Beyond what was measured.
@@ -182,7 +183,8 @@ def test_interventions_are_compared_on_the_seeds_that_all_of_them_have(tmp_path)
 
 
 def test_perplexities_are_compared_on_the_seeds_of_both(tmp_path):
-    found = {'default-s0': 100., 'default-s1': 200., 'mask-s1': 150., 'mask-s2': 1., 'qk-opt-s2': 1.}
+    found = {'default-s0': 100., 'default-s1': 200., 'mask-s1': 150., 'mask-s2': 1.,
+             'qk-opt-s2': 1.}
     record(tmp_path, 'language', *(
         line('language', f'wikitext2-{name}', {'task': 'wikitext2'}, perplexity_test=perplexity)
         for name, perplexity in sorted(found.items())))
